@@ -22,7 +22,7 @@ SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
 BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"}
 OTHERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST)
-LIKE_TESTS = {"accelerate_loop", "compiled", "lightning_module", "lora", "trainer"}
+LIKE_TESTS = {"trainer", "compiled"}
 """Examples of which test_trainer.py and test_torch_compile.py do everything, and compare it with plain training."""
 
 

@@ -334,7 +334,6 @@ def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder,
     assert "10%" not in on_cpu.stdout
 
 
-@pytest.mark.thorough
 def test_what_cannot_be_explained(folder):
     (folder / "other.py").write_text(MODEL.replace("nn.ReLU()", "nn.GELU()"))
     for arguments, code, says in (

@@ -55,7 +55,6 @@ def test_a_file_answers_as_planned():
         other(*inputs)
 
 
-@pytest.mark.thorough
 def test_what_does_not_fit_or_is_no_graph_is_refused():
     inputs = (torch.randint(0, 50, (4, 16)),)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):

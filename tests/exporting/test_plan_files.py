@@ -83,7 +83,6 @@ def test_a_plan_runs_where_monetlite_cant_be_imported(folder):
     assert done.stdout.endswith("layers\n")
 
 
-@pytest.mark.thorough
 def test_a_file_is_replaced_only_by_force(folder):
     (folder / "plan.py").write_text("mine")
     refused = export(folder, "--to", "checkpoint")

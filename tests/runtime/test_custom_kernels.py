@@ -235,7 +235,6 @@ def test_kernels_that_are_not_registered_run_between_pieces():
         same_steps(model, plain)
 
 
-@pytest.mark.thorough
 def test_an_operator_that_changes_tensors_runs_in_place_or_on_copies():
     model = Blocks(Attention).train()
     graph = monetlite.trace(model, torch.randn(4, 16, WIDTH))

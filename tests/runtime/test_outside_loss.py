@@ -52,7 +52,6 @@ def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
     assert trained.schedule.peak_bytes > 3 * ROWS * CLASSES * 4
 
 
-@pytest.mark.thorough
 def test_a_compiled_step_keeps_to_its_budget_with_the_loss(caplog):
     x, compiled = torch.randn(ROWS, 64), model()
     budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
@@ -87,7 +86,6 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
     assert kept_bytes == pytest.approx(ROWS * CLASSES * 4, rel=0.1)
 
 
-@pytest.mark.thorough
 def test_a_loss_that_does_not_fit_is_said():
     x = torch.randn(ROWS, 64)
     trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), **QUICK)

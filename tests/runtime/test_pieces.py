@@ -324,7 +324,6 @@ class AddsLaidOutOtherwise(nn.Module):
         return z if z.mean() > 1e9 else self.last(z).square().mean()
 
 
-@pytest.mark.thorough
 def test_inputs_that_are_laid_out_otherwise_are_plain_training_s():
     plain = AddsLaidOutOtherwise()
     planned = monetlite.within(twin(plain), budget="80%", time_limit=1)  # measured: it is planned with "inplace"

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 from small_models import SmallCNN, assert_same, step, twin
-from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -191,7 +190,7 @@ def test_waiting_finds_the_best_plan_in_the_first_step_by_one_capture(planned, m
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("wait", often([False, True], False))
+@pytest.mark.parametrize("wait", [False, True])
 def test_a_share_is_not_less_than_before_once_layers_are_frozen(wait):
     """Plain training of the last layer alone takes little, and no plan of it takes a share of that."""
     blocks = (nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3))

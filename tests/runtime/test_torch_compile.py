@@ -57,7 +57,7 @@ def test_parameters_count_as_in_other_plans(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("planned", often([monetlite.MONeTWrapper, monetlite.within], monetlite.within))
+@pytest.mark.parametrize("planned", [monetlite.MONeTWrapper, monetlite.within])
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
     model, x = Deep(), torch.randn(2048, 256)
