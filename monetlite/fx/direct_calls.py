@@ -28,6 +28,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     without_modes,
 )
 from monetlite.fx.varying_sizes import Size, sizes_of
+from monetlite.fx.view_strides import strides_of_view
 
 _ALL_IF_OF_ONE_SHAPE = frozenset(
     {
@@ -42,7 +43,9 @@ _ALL_IF_OF_ONE_SHAPE = frozenset(
         "aten.squeeze.dims",
     }
 )
-"""Views whose result is their argument, whatever its strides, where both have one shape."""
+"""Views whose result is their argument where both have one shape, but for strides of dimensions of one."""
+_BY_SHAPE = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+"""Those among them that give dimensions of one the strides that follow from the shape."""
 _METHODS = {"view": "reshape"}
 """Methods that call an operator, by its name, where that is not its own. Some kernels lay a result out otherwise
 than in a capture (`softplus_backward`, of operands in two layouts), and what was a view there is a copy."""
@@ -98,7 +101,8 @@ def _direct(graph: fx.Graph) -> list[tuple[fx.Node, Callable[..., Any] | str]]:
 def _leave_out_views(graph: fx.Graph) -> None:
     """Take out views that change nothing: of all of a tensor in its own shape, or undone by the next.
 
-    Not those that the program returns: what is returned twice is not the same as two views of it.
+    Not those that the program returns: what is returned twice is not the same as two views of it. Nor those that
+    give a dimension of one another stride: the same elements, but matrix products choose a kernel by it.
     """
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
@@ -107,12 +111,15 @@ def _leave_out_views(graph: fx.Graph) -> None:
             continue
         before = _viewed(viewed)
         if str(node.target) == "aten.view.default" and str(viewed.target) == "aten.view.default":
-            node.update_arg(0, viewed := before)
+            if before is not None and _strides(node, viewed) == _strides(node, before):
+                node.update_arg(0, viewed := before)
         elif str(node.target) == "aten.t.default" and str(viewed.target) == "aten.t.default":
             viewed = before
         elif str(node.target) not in _ALL_IF_OF_ONE_SHAPE:
             continue
-        if viewed is not None and node not in returned and _shape(node) == _shape(viewed) is not None:
+        if viewed is None or node in returned or not _shape(node) == _shape(viewed) is not None:
+            continue
+        if str(node.target) not in _BY_SHAPE or _strides(node, viewed) == list(viewed.meta["val"].stride()):
             node.replace_all_uses_with(viewed)
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
@@ -123,6 +130,12 @@ def _leave_out_views(graph: fx.Graph) -> None:
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The tensor that a view is of; None if a node is not a view."""
     return cast("fx.Node", node.args[0]) if is_view(node) else None
+
+
+def _strides(view: fx.Node, source: fx.Node) -> list[int]:
+    """The strides that a kernel gives a view of a tensor."""
+    made: torch.Tensor = view.meta["val"]
+    return strides_of_view(made.shape, made.stride(), source.meta["val"])
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...] | None:

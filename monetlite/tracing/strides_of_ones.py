@@ -23,6 +23,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     traced_as,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
+from monetlite.fx.view_strides import strides_of_view
 
 _BINARY = [getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")]
 
@@ -67,18 +68,14 @@ def _has_ones(tensor: torch.Tensor) -> bool:
 
 
 def _as_real_view(source: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """View whose dimensions of one go on from those after them, as in ATen's `computeStride`.
+    """View whose dimensions of one are laid out as a kernel's.
 
     Views in the same shape are AOTAutograd's. It expects gradients of outputs to be laid out as these, and copies
     others: they stay as the outputs are.
     """
     if not _has_ones(view) or same_sizes(view.shape, source.shape):
         return view
-    strides, following = list(view.stride()), source.stride()[-1] if source.dim() else 1
-    for at in reversed(range(view.dim())):
-        if isinstance(view.shape[at], int) and view.shape[at] == 1:
-            strides[at] = following
-        following = view.shape[at] * strides[at]
+    strides = strides_of_view(view.shape, view.stride(), source)
     return view if same_sizes(view.stride(), strides) else view.as_strided(view.shape, strides)
 
 

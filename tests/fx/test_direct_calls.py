@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thoroughness import some
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from monetlite.fx.direct_calls import as_function
+from monetlite.fx.view_strides import strides_of_view
 
 aten = torch.ops.aten
 
@@ -130,19 +131,28 @@ views = st.lists(
             (aten.unsqueeze.default, (0,)),
             (aten.squeeze.dim, (0,)),
             (aten._unsafe_view.default, ([4, 6],)),
+            (aten.view.default, ([4, 1, 6],)),
+            (aten.view.default, ([1, 4, 6],)),
+            (aten.view.default, ([1, 24, 1],)),
+            (aten.transpose.int, (0, 1)),
         ]
     ),
     max_size=6,
 )
 
 
+ROWS_FIRST = [(aten.view.default, ([4, 1, 6],)), (aten.transpose.int, (0, 1)), (aten.view.default, ([1, 4, 6],))]
+"""The last one leaves all but a stride of one as it is, as where attention pools."""
+
+
 @settings(deadline=None, max_examples=some(150))
+@example(chain=ROWS_FIRST, transposed=False, returned=False, changed=False)
 @given(chain=views, transposed=st.booleans(), returned=st.booleans(), changed=st.booleans())
 def test_views_left_out_change_nothing(chain: list[Any], transposed: bool, returned: bool, changed: bool) -> None:
     source = torch.randn(6, 4).t() if transposed else torch.randn(4, 6)
 
     def trace(graph: fx.Graph, inputs: list[fx.Node]) -> Any:
-        node, value = graph.call_function(aten.add.Tensor, (inputs[0], 1.0)), source + 1.0
+        node, value = graph.call_function(aten.relu.default, (inputs[0],)), source.relu()
         made = [node]
         for target, arguments in chain:
             try:
@@ -156,9 +166,14 @@ def test_views_left_out_change_nothing(chain: list[Any], transposed: bool, retur
         return [graph.call_function(aten.mul.Tensor, (node, 2)), *(made if returned else [])]
 
     made = program(trace, source)
-    expected = fx.Interpreter(fx.GraphModule(nn.Module(), made.graph)).run(source)
+    with Calls() as plain:
+        expected = fx.Interpreter(fx.GraphModule(nn.Module(), made.graph)).run(source)
     function = as_function(made)
-    results = function([source])
+    with Calls() as calls:
+        results = function([source])
+    kernels = aten.relu.default, aten.mul_.Tensor, aten.mul.Tensor
+    read = [[item[0].stride() for func, item, _ in of.made if func in kernels] for of in (plain, calls)]
+    assert read[0] == read[1], "a kernel reads a tensor in other strides"
     assert len(results) == len(expected)
     assert len({id(item) for item in results}) == len(results), "a result is returned twice"
     for one, other in zip(results, expected, strict=True):
@@ -178,6 +193,19 @@ def test_views_that_change_nothing_are_left_out() -> None:
     names, (result,) = ran(program(trace, X), X)
     assert names == ["aten.relu.default"]
     assert torch.equal(result, X.relu())
+
+
+@settings(deadline=None, max_examples=some(150))
+@given(data=st.data())
+def test_strides_of_views_are_those_of_kernels(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4))
+    source = torch.empty(shape).permute(data.draw(st.permutations(range(len(shape)))))
+    viewed = [size for size in source.shape if size > 1]
+    for at in data.draw(st.lists(st.integers(0, len(viewed)), max_size=2)):
+        viewed.insert(at, 1)
+    view = source.view(viewed)
+    without_ones = [stride if size > 1 else 0 for size, stride in zip(viewed, view.stride(), strict=True)]
+    assert strides_of_view(viewed, without_ones, source) == list(view.stride())
 
 
 def test_arguments_die_at_their_last_use() -> None:

@@ -181,6 +181,25 @@ def test_bfloat16():
     assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
 
 
+class PoolsByAttention(nn.Module):
+    """Weights images' positions: a matrix product of one row, a view in its own shape but for strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.weigh, self.head = nn.Conv2d(3, 8, 3, 2, 1), nn.Linear(8, 1), nn.Linear(8, 10)
+
+    def forward(self, images):
+        positions = self.convolution(images).flatten(2).transpose(1, 2)
+        return self.head(torch.matmul(self.weigh(positions).softmax(1).transpose(1, 2), positions).squeeze(1))
+
+
+def test_a_product_of_one_row_reads_the_strides_of_plain_training():
+    model, inputs = PoolsByAttention(), (torch.randn(4, 3, 16, 16),)
+    graph = exactly(monetlite.trace(model, inputs))
+    for steps in (plain_steps(graph), recompute_everything(graph)):
+        assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
 def test_running_statistics_are_updated_once():
     """With batch norm re-run several times, counter and running mean are those of one forward pass."""
     model, inputs, graph = traced("cnn")
