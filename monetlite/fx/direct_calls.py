@@ -112,12 +112,13 @@ def _leave_out_views(graph: fx.Graph) -> None:
         before = _viewed(viewed)
         if str(node.target) == "aten.view.default" and str(viewed.target) == "aten.view.default":
             if before is not None and _strides(node, viewed) == _strides(node, before):
-                node.update_arg(0, viewed := before)
+                node.update_arg(0, before)
+                viewed = before
         elif str(node.target) == "aten.t.default" and str(viewed.target) == "aten.t.default":
             viewed = before
         elif str(node.target) not in _ALL_IF_OF_ONE_SHAPE:
             continue
-        if viewed is None or node in returned or not _shape(node) == _shape(viewed) is not None:
+        if viewed is None or node in returned or _shape(node) is None or _shape(node) != _shape(viewed):
             continue
         if str(node.target) not in _BY_SHAPE or _strides(node, viewed) == list(viewed.meta["val"].stride()):
             node.replace_all_uses_with(viewed)
@@ -132,10 +133,12 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return cast("fx.Node", node.args[0]) if is_view(node) else None
 
 
-def _strides(view: fx.Node, source: fx.Node) -> list[int]:
-    """The strides that a kernel gives a view of a tensor."""
-    made: torch.Tensor = view.meta["val"]
-    return strides_of_view(made.shape, made.stride(), source.meta["val"])
+def _strides(view: fx.Node, source: fx.Node) -> list[int] | None:
+    """The strides that a kernel gives a view of a tensor; None where they are not known."""
+    made, viewed = view.meta.get("val"), source.meta.get("val")
+    if not isinstance(made, torch.Tensor) or not isinstance(viewed, torch.Tensor):
+        return None
+    return strides_of_view(made.shape, made.stride(), viewed)
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...] | None:
