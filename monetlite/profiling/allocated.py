@@ -15,9 +15,12 @@ from monetlite.profiling.gpu_peak import GpuPeak
 SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
 """Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times
 what a look takes (longer where much is allocated), whichever is most. What nobody ends takes less and less."""
-MAX_GAP_SECONDS, MAX_GAP_SHARE, MAX_LOOK_SECONDS = 0.008, 0.03, 0.0005
+MAX_GAP_SECONDS, MAX_GAP_SHARE, MAX_LOOK_SECONDS = 0.002, 0.03, 0.0005
 """Time without a look after which looks were late: so much, or such a part of all, whichever is more. So they were
 where one took longer than the last: glibc goes through all free pieces of memory."""
+MAX_LATE = 10
+"""Steps that are looked at, one after the other, where looks are late. The largest figures count: looks on a busy
+machine may miss every second peak."""
 
 
 class AllocatedGrowth:

@@ -12,15 +12,13 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
-from monetlite.profiling.allocated import AllocatedGrowth
+from monetlite.profiling.allocated import MAX_LATE, AllocatedGrowth
 from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
 
 OVER, OVER_BYTES = 0.05, 10**6
 """Share of the budget, and bytes, by which a measured peak exceeds it where that is warned of."""
-MAX_STEPS = 3
-"""Steps that are measured where looks are late; then the largest peak is told. Looks slow a step down."""
 
 
 class MeasuredPeak:
@@ -71,7 +69,7 @@ class MeasuredPeak:
                 return  # in a step in which another model is captured and planned, that takes memory, too
             found = self._found.setdefault(shapes, [])
             found.append(ended[1])
-            if growth.was_late and len(found) < MAX_STEPS:
+            if growth.was_late and len(found) < MAX_LATE:
                 return
             self._told = True
             own_step_bytes = held_bytes + state_bytes(trained, by.optimizer)

@@ -17,12 +17,12 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.profiling.allocated import AllocatedGrowth
+from monetlite.profiling.allocated import MAX_LATE, AllocatedGrowth
 from monetlite.profiling.step_additions import LossMemory, with_outside_loss
 
 FIRST_STEPS = 3
-"""Steps in which the loss is measured, one after the other. On a busy CPU, a step can pass between two looks at the
-memory; the largest figures count. Then it is measured in steps 4, 8, 16, and so on."""
+"""Steps in which the loss is measured, one after the other; the largest figures count. Then it is measured in steps
+4, 8, 16, and so on, and in the next one where looks at the memory were late."""
 NOISE_BYTES, NOISE_SHARE = 2**18, 0.01
 """Memory of Python objects and the like, which doesn't count: so much, or such a share of the outputs."""
 
@@ -37,7 +37,7 @@ class OutsideLoss:
     def __init__(self) -> None:
         self.memory: LossMemory | None = None
         self._record: _Record | None = None
-        self._steps = 0
+        self._steps = self._more_steps = 0
         self._planned: tuple[OperatorGraph, tuple[Step, ...]] | None = None
 
     def planned(self, graph: OperatorGraph, steps: tuple[Step, ...]) -> None:
@@ -51,7 +51,9 @@ class OutsideLoss:
         if outputs_bytes < least_bytes:
             return False
         self._steps += 1
-        if self._steps > FIRST_STEPS and self._steps.bit_count() > 1:
+        if self._steps <= FIRST_STEPS or self._steps.bit_count() == 1:
+            self._more_steps = MAX_LATE
+        if not self._more_steps:
             return False
         gc.collect()  # so that what the capture leaves behind is not freed meanwhile
         self._record = _Record(device, outputs_bytes)
@@ -68,6 +70,7 @@ class OutsideLoss:
         if record is None:
             return None
         record.end(found=False)
+        self._more_steps = self._more_steps - 1 if record.was_late else 0
         found, known = record.found, self.memory
         if found is not None and known is not None:
             found = LossMemory(kept=max(known.kept, found.kept), taken=max(known.taken, found.taken))
@@ -104,16 +107,19 @@ class _Record:
 
     Attributes:
         found: what the loss took; None before the end, and where it can't be known.
+        was_late: True after the end if it may have taken more.
     """
 
     def __init__(self, device: str, outputs_bytes: int) -> None:
         self.found: LossMemory | None = None
+        self.was_late = False
         self._outputs_bytes, self._growth = outputs_bytes, AllocatedGrowth(device)
 
     def end(self, *, found: bool = True) -> None:
         """End it; later calls do nothing."""
         ended = self._growth.end()
         if found and ended is not None:
+            self.was_late = self._growth.was_late
             # Beside the gradients of the outputs, which a plan counts.
             whole, (now, most) = self._outputs_bytes, ended
             kept_bytes = self._noteworthy(now - whole)

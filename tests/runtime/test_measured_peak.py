@@ -22,7 +22,7 @@ from monetlite.runtime.measured_peak import over_budget
 
 pytestmark = pytest.mark.early
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
-MANY = 20
+MANY = 40
 """Steps until the peak is told, at most: on a busy machine a measurement may be left out."""
 TOLD = re.compile(r"planned (.*?), measured (.*?)(, for smaller inputs than planned for)?$")
 
