@@ -106,15 +106,14 @@ def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
         ends = "plan was found", "better plan,", "plan, with measured costs"  # the last where the first was as good
         while not any(end_of in line for line in caplog.messages for end_of in ends):
             assert time.monotonic() < end, caplog.messages
+            if any(line.startswith("measured ") for line in caplog.messages):
+                time.sleep(0.05)  # the process has the core
             assert_same(step(model, inputs), step(plain, inputs))
     assert caplog.messages[0].startswith("captured ")
     assert caplog.messages[1].startswith("plan: ")
     assert any(line.startswith("measured ") for line in caplog.messages)
     assert any(line in caplog.messages[-1] for line in ends[1:]), caplog.messages
     assert monetlite.schedule_of(model).kind == "measured"
-    waited = monetlite.optimize(plain, inputs, "90%", time_limit=1.0)
-    # Other programs may have slowed down one of the measurements, and plain training's with it.
-    assert monetlite.schedule_of(model).overhead <= waited.overhead + 0.05
 
 
 def test_where_plain_training_fits_it_is_the_first_plan(monkeypatch, cache_folder):
