@@ -15,6 +15,7 @@ from monetlite.checking.measurements import StepMemory
 from monetlite.core.errors import ModelError, first_line
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state, rng_state
+from monetlite.profiling.allocated import measuring_nothing
 from monetlite.profiling.memory_use import (
     high_water_bytes,
     page_faults,
@@ -262,7 +263,7 @@ def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]
     """
     times: list[list[float]] = [[] for _ in trainees]
     undisturbed: list[list[float]] = [[] for _ in trainees]
-    with steady_heap() if trainees[0].device == "cpu" else contextlib.nullcontext():
+    with steady_heap() if trainees[0].device == "cpu" else contextlib.nullcontext(), measuring_nothing():
         for trainee in trainees:
             trainee.step()
         for _ in range(3 * repeats):

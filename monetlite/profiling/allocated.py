@@ -3,10 +3,12 @@
 Torch's profiler can't do this: it has to end on the thread that began it, and a person may be using it.
 """
 
+import contextlib
 import ctypes
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -38,8 +40,11 @@ class AllocatedGrowth:
     def __init__(self, device: str) -> None:
         _open.add(self)
         self._samples: _Samples | None = None
-        self._peak = GpuPeak() if device == "cuda" else None
+        self._peak = GpuPeak() if device == "cuda" and not _nothing else None
         self.was_late = self._told = False
+        self.before_bytes = 0
+        if _nothing:
+            return
         if self._peak is not None:
             self.before_bytes, _ = self._peak.look()
             return
@@ -65,6 +70,20 @@ class AllocatedGrowth:
 
 
 _open: "weakref.WeakSet[AllocatedGrowth]" = weakref.WeakSet()
+
+
+_nothing: list[None] = []
+"""An item for each `measuring_nothing` that is open."""
+
+
+@contextlib.contextmanager
+def measuring_nothing() -> Iterator[None]:
+    """Measure no growth that begins within: looks take time, and what runs here is timed."""
+    _nothing.append(None)
+    try:
+        yield
+    finally:
+        _nothing.pop()
 
 
 def forget_growths() -> None:

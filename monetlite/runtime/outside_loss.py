@@ -39,10 +39,11 @@ class OutsideLoss:
         self._record: _Record | None = None
         self._steps = self._more_steps = 0
         self._planned: tuple[OperatorGraph, tuple[Step, ...]] | None = None
+        self._captured = False
 
     def planned(self, graph: OperatorGraph, steps: tuple[Step, ...]) -> None:
         """Note the step that is being captured, and the plan that it begins with."""
-        self._planned = graph, steps
+        self._planned, self._captured = (graph, steps), True
 
     def forward_ends(self, output: Any, device: str, least_bytes: float) -> bool:
         """Begin to measure, in the steps in which that is done, unless the outputs are smaller than so much."""
@@ -55,7 +56,9 @@ class OutsideLoss:
             self._more_steps = MAX_LATE
         if not self._more_steps:
             return False
-        gc.collect()  # so that what the capture leaves behind is not freed meanwhile
+        if self._captured:
+            gc.collect()  # so that what the capture leaves behind is not freed meanwhile
+            self._captured = False
         self._record = _Record(device, outputs_bytes)
         return True
 

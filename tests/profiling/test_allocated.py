@@ -8,7 +8,7 @@ import torch
 
 import monetlite
 from monetlite.profiling import allocated
-from monetlite.profiling.allocated import AllocatedGrowth, allocated_bytes
+from monetlite.profiling.allocated import AllocatedGrowth, allocated_bytes, measuring_nothing
 from monetlite.profiling.measured import Measurement
 
 needs_glibc = pytest.mark.skipif(allocated_bytes() is None, reason="glibc says what is allocated")
@@ -27,6 +27,14 @@ def test_what_is_allocated_and_freed_meanwhile_counts():
     assert most == pytest.approx(2 * SIZE, rel=0.05)
     assert growth.end() is None
     del kept
+
+
+@needs_glibc
+def test_nothing_is_measured_where_that_is_asked_for():
+    with measuring_nothing():
+        growth = AllocatedGrowth("cpu")
+    assert growth.end() is None
+    assert AllocatedGrowth("cpu").end() is not None
 
 
 @needs_glibc

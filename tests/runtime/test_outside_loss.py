@@ -165,6 +165,16 @@ def test_a_loss_is_measured_again_where_looks_were_late(monkeypatch, late, measu
     assert found == measured_in
 
 
+def test_garbage_is_collected_once_after_a_capture(monkeypatch):
+    """It takes as long as many steps."""
+    x, collected = torch.randn(ROWS, 64), []
+    trained = monetlite.MONeTWrapper(model(), budget="1GB", **QUICK)
+    steps(trained, x, torch.sum, 1)  # captures it
+    monkeypatch.setattr(outside_loss.gc, "collect", lambda: collected.append(1))
+    steps(trained, x, torch.sum, 8)
+    assert not collected
+
+
 def test_a_loss_that_grows_later_is_counted():
     x = torch.randn(ROWS, 64)
     budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
