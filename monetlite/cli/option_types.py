@@ -1,6 +1,7 @@
 """Types of options. Each refuses a misspelt value at once, before torch is imported."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ def _budget(text: str, plain_peak_bytes: int | None = None) -> str:
 
 def _image_size(text: str) -> tuple[int, int]:
     sides = text.lower().replace("×", "x").split("x")
-    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
+    if len(sides) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,8}", side) for side in sides):
         raise click.BadParameter(f"{text!r} is not an image size; write 224 or 416x608")
     return int(sides[0]), int(sides[-1])
 

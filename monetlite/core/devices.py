@@ -21,6 +21,8 @@ CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_OF_9 = 8519680, 2**25
 """
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
+TORCH_SHARE = 0.98
+"""Part of a card's memory that torch reports, where that isn't known of the card: an RTX 4090's least."""
 MEASURED_HERE = ("cpu", "cuda")
 """Devices of this machine, whose costs are measured."""
 
@@ -53,12 +55,14 @@ class Device:
     `peak_flops` is in operations per second (an addition and a multiplication are two), dense, by arithmetic:
     `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `compute_capability` is NVIDIA's
     (major, minor). `cuda` has the attributes that cuDNN plans by, under its names for them; it is empty if they
-    are not known. `sources` has the origin of the figures of `memory`, `peak`, `launch`, `efficiency` and `cuda`.
+    are not known. Of `memory_bytes`, torch reports `torch_bytes`. `sources` has the origin of the figures of
+    `memory`, `of_torch` where that is known, `peak`, `launch`, `efficiency` and `cuda`.
     """
 
     name: str
     title: str
     memory_bytes: int
+    torch_bytes: int
     bandwidth_bytes_per_s: float
     peak_flops: Mapping[str, float]
     launch_us: float
@@ -139,6 +143,8 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
     parts = {"memory": memory, "peak": peak, "launch": launch, "efficiency": efficiency}
     major, minor = entry["compute_capability"].split(".")
     cuda = {}
+    if "of_torch" in entry:
+        parts["of_torch"] = entry["of_torch"]
     if "cuda" in entry:
         parts["cuda"] = entry["cuda"]
         cuda = {**data["cuda_limits"][entry["compute_capability"]], **entry["cuda"]}
@@ -147,6 +153,7 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
         name=name,
         title=entry["title"],
         memory_bytes=int(memory["gib"] * 2**30),
+        torch_bytes=int(entry.get("of_torch", {"gib": TORCH_SHARE * memory["gib"]})["gib"] * 2**30),
         bandwidth_bytes_per_s=memory["bandwidth_gb_per_s"] * 1e9,
         peak_flops=MappingProxyType({kind: rate * 1e12 for kind, rate in peak.items() if kind != "source"}),
         launch_us=float(launch["value"]),

@@ -84,7 +84,10 @@ class PricingOptions:
         require_device(self.device)
         _refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.step_in_backward and self.optimizer is None:
-            raise ModelError("step_in_backward counts an optimizer's step: say which, such as optimizer='adamw'")
+            raise ModelError(
+                "step_in_backward counts an optimizer's step: say which, such as optimizer='adamw' "
+                "(--optimizer adamw)"
+            )
         if self.step_in_backward and self.accumulate:
             raise ModelError(
                 "step_in_backward updates each parameter when its gradient arrives, so no gradients are left to "

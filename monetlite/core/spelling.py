@@ -16,4 +16,10 @@ def close_matches(name: str, known: Iterable[str], prefix: str = "") -> str:
     '; did you mean resnet50?'
     """
     matches = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.6)
-    return f"; did you mean {', '.join(prefix + match for match in matches)}?" if matches else ""
+    return did_you_mean(prefix + match for match in matches)
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """A phrase to end an error with, that suggests names; nothing without any."""
+    suggested = ", ".join(names)
+    return f"; did you mean {suggested}?" if suggested else ""

@@ -99,7 +99,7 @@ def format_bytes(size_bytes: int | float) -> str:
 
 
 def format_ms(latency_ms: float) -> str:
-    """Write a latency for people: `961 ms`, `1.14 s`."""
+    """Write a latency for people: `961 ms`, `1140 ms`, `11.4 s`."""
     if abs(latency_ms) >= 10_000:
         return f"{latency_ms / 1000:.1f} s"
     return f"{latency_ms:.3g} ms" if abs(latency_ms) < 999.5 else f"{latency_ms:.0f} ms"

@@ -186,7 +186,8 @@ class _Prober:
         """Costs at a batch: of a trace, or by those of others."""
         if batch > MAX_BATCH:
             raise ModelError(
-                f"a batch of {batch} would fit {self.budget_bytes} bytes: the budget is not what limits this model"
+                f"a batch of {batch:,} would fit {format_bytes(self.budget_bytes)}: the budget is not what limits "
+                "this model"
             )
         if batch in self.traced:
             return self.traced[batch]
@@ -336,7 +337,8 @@ class _Prober:
         steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
         least = LeastPeak.of_steps(profile, plain_steps(profile.graph) if steps is None else steps)
         return InfeasibleBudget(
-            f"a batch of {batch} needs {needed_bytes} bytes {how}, more than the budget of {self.budget_bytes}; "
+            f"a batch of {batch:,} needs {format_bytes(needed_bytes)} {how}, more than the budget of "
+            f"{format_bytes(self.budget_bytes)}; "
             f"the smallest peak reached is {format_bytes(least.peak_bytes)}, {least.place()}.\n"
             f"{least.advice(self.budget_bytes)}",
             budget_bytes=self.budget_bytes,

@@ -314,7 +314,7 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> 
         )
     elif solution.status is Status.INFEASIBLE:
         needed = f"{format_bytes(proven_bytes)} ({proven_bytes} bytes)"
-        problem = f"budget {amount} is too small: no schedule needs less than {needed}"
+        problem = f"budget {amount} is too small: every schedule needs at least {needed}"
     else:
         problem = f"no schedule was found within budget {amount}, though it is not proven that there is none"
     if solution.smallest_reached_steps is not None and solution.reserved_bytes is None:

@@ -47,7 +47,7 @@ class CardMemory:
 
     Attributes:
         name, title: of the card; a machine's memory has the name `cpu`.
-        total_bytes: of the card.
+        total_bytes: of the card, as torch reports it.
         given_bytes: the budget, if one was given.
     """
 
@@ -370,7 +370,7 @@ class _Search:
 
 def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
     """Memory of a known card."""
-    return CardMemory(device.name, device.title, device.memory_bytes, budget_bytes)
+    return CardMemory(device.name, device.title, device.torch_bytes, budget_bytes)
 
 
 def _limits(

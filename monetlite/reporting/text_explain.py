@@ -263,8 +263,8 @@ def _overhead(page: ExplanationWriter, analysis: Analysis) -> None:
     rows.append(("in all", "", f"{scheduled_ms - plain_ms:+.{digits}f}"))
     page.list_figures(("", "runs", "ms"), rows)
     page.say(
-        f"The unindented rows are all there is. They sum to the {scheduled_ms:.{digits}f} ms of the schedule "
-        f"less the {plain_ms:.{digits}f} ms of plain training, each row rounded."
+        f"Indented rows are parts of the row above. The others sum to the {scheduled_ms:.{digits}f} ms of the "
+        f"schedule less the {plain_ms:.{digits}f} ms of plain training, each row rounded."
     )
 
 

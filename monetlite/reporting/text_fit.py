@@ -77,6 +77,10 @@ def print_fit(console: Console, answer: CardFit, description: str, lines: Mappin
     _print_parts(console, answer)
     _print_ways(console, answer)
     if answer.fastest is None:
+        if answer.proven_bytes > answer.card.budget_bytes:
+            console.print(
+                f"\nEvery schedule of this step needs at least {format_bytes(answer.proven_bytes)} (proven)."
+            )
         console.print("\nTo make it fit:", style="bold")
         for line in _help(answer):
             console.print(f"  {line}", markup=False, highlight=False)
@@ -117,9 +121,10 @@ def _budget_in_words(card: CardMemory) -> str:
     if card.budget_bytes != card.left_bytes:
         return f"{format_bytes(card.budget_bytes)} as given; times are those of {card.title}"
     context = f" − {format_bytes(card.context_bytes)} CUDA context" if card.context_bytes else ""
+    whose = "that torch reports" if card.context_bytes else "of memory"
     guesses = "both guesses" if card.context_bytes else "a guess"
     return (
-        f"{format_bytes(card.left_bytes)} = {format_bytes(card.total_bytes)} of memory{context} − "
+        f"{format_bytes(card.left_bytes)} = {format_bytes(card.total_bytes)} {whose}{context} − "
         f"{format_bytes(card.gaps_bytes)} for gaps ({guesses})"
     )
 
@@ -172,8 +177,6 @@ def _number(size: int | None) -> str:
 
 
 def _help(answer: CardFit) -> Iterator[str]:
-    if answer.proven_bytes > answer.card.budget_bytes:
-        yield f"no schedule needs less than {format_bytes(answer.proven_bytes)} (proven)"
     for item in answer.helpful:
         fits = ": fits" if item.peak_bytes <= answer.card.budget_bytes else ""
         yield f"{item.name}: about {format_bytes(item.peak_bytes)}{fits}"

@@ -4,6 +4,7 @@ A collection is a folder with a folder for each device in it, and an index.
 """
 
 import contextlib
+import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from monetlite.core.files.documents import common_fields, plain_data, read_docum
 from monetlite.core.files.plain_data import Document, dump_yaml, load_yaml
 from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.core.source import ModelSource
-from monetlite.core.spelling import close_matches
+from monetlite.core.spelling import close_matches, did_you_mean
 from monetlite.core.units import MAX_INTEGER, Amount, Positive, format_bytes, parse_budget
 
 PREFIX = "zoo:"
@@ -349,7 +350,9 @@ def _similar(path: str) -> str:
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
         files = [item for item in os.listdir(folder or ".") if item.endswith((".yaml", ".yml"))]
-        return close_matches(name, files, os.path.join(folder, ""))
+        named = {os.path.splitext(item)[0].lower(): item for item in files}
+        near = difflib.get_close_matches(os.path.splitext(name)[0].lower(), named, n=4)
+        return did_you_mean(os.path.join(folder, named[stem]) for stem in near)
     return ""
 
 

@@ -18,7 +18,8 @@ def test_figures_are_plausible_and_have_sources(name):
     assert device.peak_flops.get("fp16", device.peak_flops["fp32"]) >= device.peak_flops["fp32"]
     assert 1 <= device.launch_us <= 50
     assert all(0 < share <= 1 for share in vars(device.efficiency).values())
-    assert set(device.sources) - {"cuda"} == {"memory", "peak", "launch", "efficiency"}
+    assert 0.9 * device.memory_bytes <= device.torch_bytes < device.memory_bytes
+    assert set(device.sources) - {"cuda", "of_torch"} == {"memory", "peak", "launch", "efficiency"}
     assert ("cuda" in device.sources) == bool(device.cuda)
     assert all(len(source) > 10 for source in device.sources.values())
 
