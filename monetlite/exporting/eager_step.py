@@ -255,9 +255,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             else:
                 self.blocks[number].called_again = True
             self._block = number
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)  # as an exported plan does
             try:
                 return forward(*args, **kwargs)
             finally:
+                torch.set_autocast_cache_enabled(cached)
                 self._block = OUTSIDE_BLOCKS
                 self.blocks[number].end = len(self.calls)
 

@@ -54,6 +54,7 @@ keep within a layer.
 """,
 }
 _CODE = '''
+import contextlib
 import functools
 from collections import Counter
 
@@ -99,6 +100,25 @@ def _run(layer, forward, name, saved, *args, **kwargs):
         return forward(*args, **kwargs)
     if getattr(layer, "gradient_checkpointing", False):
         raise RuntimeError("switch gradient checkpointing off: the layers are checkpointed by this plan")
+    with _without_cached_casts():
+        return _checkpointed(forward, name, saved, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_cached_casts():
+    """Have autocast cast a weight in each layer anew, so that a recomputation makes the calls of the first run."""
+    cached = torch.is_autocast_cache_enabled()
+    if not cached or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _checkpointed(forward, name, saved, *args, **kwargs):
     if not saved:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     calls, again = Counter(), Counter()

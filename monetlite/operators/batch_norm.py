@@ -46,7 +46,7 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
         return replace(call, target=name_of(batch_norm_by_cudnn_again), args=args, outputs=call.outputs[:4])
     if call.target != _FUNCTIONAL or call.args[5] is not True:
         return None
-    source, weight, bias, _, _, training, momentum, eps = call.args
+    source, weight, bias, running, _, training, momentum, eps = call.args
     statistics = results[1:3]
     if (
         device == "cpu"
@@ -58,6 +58,9 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
     ):
         args = (source, weight, bias, *statistics)
         return replace(call, target=name_of(normalize), args=args, outputs=(call.outputs[0], None, None))
+    if device == "cpu" and weight is None and _is_wider(running, source):
+        args = (source, momentum, eps)
+        return replace(call, target=name_of(in_float32_again), args=args, outputs=call.outputs[:3])
     args = (source, weight, bias, training, momentum, eps)
     return replace(call, target=_NO_STATISTICS, args=args, outputs=call.outputs[:3])
 
@@ -75,6 +78,36 @@ def batch_norm_by_cudnn_again(
         source, weight, bias, mean, torch.ones_like(mean), momentum, eps
     )
     return made
+
+
+def _is_wider(running: Argument, source: Argument) -> bool:
+    """Tell whether running statistics are in float32, where images are in 16 bits.
+
+    A batch's statistics are then in float32, too. Without running ones and weights, a CPU has them in 16 bits.
+    """
+    if not isinstance(running, TensorRef) or not isinstance(source, TensorRef):
+        return False
+    return running.spec.dtype != source.spec.dtype
+
+
+@function("batch_norm_in_float32_again", limit="normalization", passes=2)
+def in_float32_again(source: Tensor, momentum: float, eps: float) -> tuple[Tensor, ...]:
+    """Batch norm without weights, with statistics in float32. Returns (the result, the batch's mean, 1/σ)."""
+    made: tuple[Tensor, ...] = torch.ops.aten._native_batch_norm_legit.default(
+        source, None, None, *_fresh_statistics(source), True, momentum, eps
+    )
+    return made
+
+
+@function("batch_norm_in_float32_again_", limit="normalization", passes=1.5)
+def in_float32_again_(source: Tensor, momentum: float, eps: float) -> tuple[Tensor, ...]:
+    """The same, over its input."""
+    return batch_norm_in_buffers_(source, None, None, *_fresh_statistics(source), True, momentum, eps)
+
+
+def _fresh_statistics(source: Tensor) -> tuple[Tensor, Tensor]:
+    mean = source.new_zeros(source.shape[1], dtype=torch.float32)
+    return mean, torch.ones_like(mean)
 
 
 def _normalize(out: Tensor, source: Tensor, *of_channels: Any) -> tuple[Tensor, None, None]:
@@ -134,8 +167,8 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
         return
     rerun = kernel.default.again
     if rerun is not None:
-        target = normalize_ if rerun.target == name_of(normalize) else batch_norm_no_stats_
-        rerun = replace(rerun, target=name_of(target))
+        over = {name_of(normalize): normalize_, name_of(in_float32_again): in_float32_again_}
+        rerun = replace(rerun, target=name_of(over.get(rerun.target, batch_norm_no_stats_)))
     yield kernel.implement("inplace", batch_norm_, overwrites=overwrites, devices=("cpu",), again=rerun)
 
 
@@ -162,8 +195,7 @@ def batch_norm_in_buffers_(
 @function("batch_norm_no_stats_", limit="normalization", passes=1.5)
 def batch_norm_no_stats_(source: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Batch norm without running statistics, over its input. Returns (the result, the mean, 1/σ)."""
-    # Statistics have the type of the weights; without any, that of sums over the batch.
-    dtype = weight.dtype if weight is not None else torch.promote_types(source.dtype, torch.float32)
+    dtype = source.dtype if weight is None else weight.dtype  # that of the statistics, on a CPU
     run = torch.ops.aten._native_batch_norm_legit
     return _over(run.no_stats, run.no_stats_out, dtype, source, weight, *rest)
 

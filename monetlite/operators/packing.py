@@ -121,7 +121,7 @@ def in_order(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     A view if the tensor is laid out so. That is what was captured, but some kernels give fake tensors another
     layout than real ones (`hardtanh_backward`, `hardswish_backward`, `native_dropout_backward`), and then a copy.
     """
-    return as_stored(tensor, strides).permute(_outermost_first(tensor.shape, strides)).view(-1)
+    return as_stored(tensor, strides).permute(outermost_first(tensor.shape, strides)).view(-1)
 
 
 def as_stored(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -133,12 +133,12 @@ def as_stored(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 def out_of_order(flat: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """A view of the result of `in_order`, as the tensor of this shape and these strides that it was."""
-    order = _outermost_first(shape, strides)
+    order = outermost_first(shape, strides)
     places = [order.index(dimension) for dimension in range(len(shape))]
     return flat.view([shape[dimension] for dimension in order]).permute(places)
 
 
-def _outermost_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+def outermost_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """The dimensions of a dense storage from the outermost to the innermost, after those of one element."""
     return sorted(range(len(shape)), key=lambda dimension: (shape[dimension] != 1, -strides[dimension]))
 

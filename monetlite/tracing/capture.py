@@ -26,7 +26,7 @@ from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.assigned_data import copy_assigned_data
 from monetlite.fx.direct_calls import as_function
-from monetlite.fx.storages import Reachability
+from monetlite.fx.storages import Reachability, base
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
@@ -171,7 +171,9 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
         nonlocal results
         results = num_fwd_outputs
         _refuse_checks(joint.graph)
+        _refuse_late_changes(joint.graph)
         _conjugate_constants(joint.graph)
+        _copy_shared_gradients(joint.graph, num_fwd_outputs)
         reach = Reachability(joint.graph, num_fwd_outputs)
         at_once = bool(reach.shared) or not reach.takes_arguments
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
@@ -262,6 +264,40 @@ def _conjugate_constants(graph: fx.Graph) -> None:
             for user in list(node.users):
                 user.args = tuple(number.conjugate() if item is node else item for item in user.args)
             graph.erase_node(node)
+
+
+def _refuse_late_changes(graph: fx.Graph) -> None:
+    """Refuse a step that changes one of its inputs in its backward pass: a graph has no result for that.
+
+    Raises:
+        TraceError: names the line.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        changed = base(node.all_input_nodes[0])
+        if changed.op == "placeholder":
+            raise TraceError(
+                f"{source_of(node) or 'the model'} can't be captured: an autograd.Function changes a tensor of "
+                f"shape {tuple(changed.meta['val'].shape)} in its backward pass, which was there before the step. "
+                "Call it in a function with @torch.compiler.disable: the rest is planned in pieces"
+            )
+
+
+def _copy_shared_gradients(graph: fx.Graph, forward_outputs: int) -> None:
+    """Give each gradient memory of its own, as autograd does: others that are views of one tensor are copied.
+
+    A caller may change one in place (clipping, another backward pass that is added).
+    """
+    output = graph.output_node()
+    results: Any = output.args[0]
+    made, owner = list(results), dict[fx.Node, fx.Node]()
+    for at, node in enumerate(results[forward_outputs:], forward_outputs):
+        if isinstance(node, fx.Node) and owner.setdefault(base(node), node) is not node:
+            with graph.inserting_before(output):
+                made[at] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            val = node.meta["val"]
+            with val.fake_mode:
+                made[at].meta = {**node.meta, "val": val.clone()}
+    output.args = (tuple(made),)
 
 
 def flat_outputs(program: fx.GraphModule) -> list[fx.Node | None]:

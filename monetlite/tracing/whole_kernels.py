@@ -8,6 +8,9 @@ Batch norm on CUDA is another such case: a plain step runs cuDNN's, and a captur
 its place, which rounds otherwise (pytorch/pytorch#187444). There is an operator that can be captured and that runs
 cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes that one.
 
+And draws in place (dropout in place, alpha dropout): a plain step draws in the order of the storage, where a capture
+would draw in the order of indices, and so drop other elements of a channels-last tensor.
+
 And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
 the random number generator in another state.
 
@@ -35,9 +38,11 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     python_kernel,
     suggest_memory_format,
     traced_as,
+    without_modes,
     without_python_kernels,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
+from monetlite.operators.packing import outermost_first
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.interpolation import interpolated_to_any_size, packets_kept_whole
 from monetlite.tracing.strides_of_ones import ones_laid_out_as_real
@@ -121,6 +126,7 @@ def kernels_kept_whole() -> Iterator[None]:
         interpolated_to_any_size(_KEYS),
         _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
+        _draws_in_storage_order(),
         _dropout_of_everything(DispatchKey.Autograd),
         _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
     ):
@@ -176,6 +182,31 @@ def _dropout_backward_as_read() -> AbstractContextManager[None]:
         return gradient * mask * scale if gradient.device.type == "cpu" else decomposed(gradient, mask, scale)
 
     return faked_by(decomposition_table, {operator: made})
+
+
+def _draws_in_storage_order() -> AbstractContextManager[None]:
+    """Have zeros and ones be drawn in place as a plain step draws them."""
+    operator, key = torch.ops.aten.bernoulli_.float, DispatchKey.Autograd
+
+    def draw(tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        order = outermost_first(tensor.shape, tensor.stride())
+        with without_python_kernels([operator], [key]):
+            by_index = tensor.is_contiguous() or (tensor.device.type == "cpu" and _drawn_by_index())
+            operator(tensor if by_index else tensor.permute(order), p, generator=generator)
+        return tensor
+
+    return traced_as(operator, key, draw)
+
+
+@functools.cache
+def _drawn_by_index() -> bool:
+    """Tell whether this CPU draws in place in the order of indices: with MKL on Intel's, it does."""
+    with without_modes():
+        drawn, by_index = (
+            made.bernoulli_(generator=torch.Generator().manual_seed(0))
+            for made in (torch.empty(64, 64).t(), torch.empty(64, 64))
+        )
+        return torch.equal(drawn, by_index)
 
 
 def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:
