@@ -54,7 +54,6 @@ keep within a layer.
 """,
 }
 _CODE = '''
-import contextlib
 import functools
 from collections import Counter
 
@@ -100,22 +99,13 @@ def _run(layer, forward, name, saved, *args, **kwargs):
         return forward(*args, **kwargs)
     if getattr(layer, "gradient_checkpointing", False):
         raise RuntimeError("switch gradient checkpointing off: the layers are checkpointed by this plan")
-    with _without_cached_casts():
+    if not torch.is_autocast_cache_enabled() or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
         return _checkpointed(forward, name, saved, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _without_cached_casts():
-    """Have autocast cast a weight in each layer anew, so that a recomputation makes the calls of the first run."""
-    cached = torch.is_autocast_cache_enabled()
-    if not cached or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
-        yield
-        return
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(False)  # so that a recomputation casts what the first run cast
     try:
-        yield
+        return _checkpointed(forward, name, saved, *args, **kwargs)
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_cache_enabled(True)
 
 
 def _checkpointed(forward, name, saved, *args, **kwargs):

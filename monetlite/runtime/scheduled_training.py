@@ -26,7 +26,7 @@ from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_dispatch import is_transformed, is_watched
+from monetlite.fx.torch_internals.torch_dispatch import is_forward_mode, is_transformed, is_watched
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     FailOnRecompileLimitHit,
@@ -158,11 +158,11 @@ class ScheduledTraining:
         """
         if not (self.model.training and torch.is_grad_enabled()):
             return call_itself(self.model, *args, **kwargs)
-        if is_transformed():
+        if is_transformed() or is_forward_mode():
             raise ModelError(
-                "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
-                "backward pass is a program of its own. Transform the model itself: wrapper.model, or the model "
-                "after monetlite.release(model)"
+                "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...), or run in "
+                "forward-mode AD: its backward pass is a program of its own. Transform the model itself: "
+                "wrapper.model, or the model after monetlite.release(model)"
             )
         if is_watched():
             self._warn_of_watching()

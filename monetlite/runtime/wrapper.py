@@ -151,6 +151,10 @@ class MONeTWrapper(nn.Module):
     def __bool__(self) -> bool:
         return True  # whatever its length, and for models that have none
 
+    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+        self.model.apply(fn)
+        return self
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.state_dict(*args, **kwargs)
 

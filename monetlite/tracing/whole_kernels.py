@@ -8,8 +8,8 @@ Batch norm on CUDA is another such case: a plain step runs cuDNN's, and a captur
 its place, which rounds otherwise (pytorch/pytorch#187444). There is an operator that can be captured and that runs
 cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes that one.
 
-And draws in place (dropout in place, alpha dropout): a plain step draws in the order of the storage, where a capture
-would draw in the order of indices, and so drop other elements of a channels-last tensor.
+And draws in place (dropout in place, alpha dropout): a plain step draws in the order of the storage, where a
+capture would draw in the order of indices, and so drop other elements of a channels-last tensor.
 
 And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
 the random number generator in another state.

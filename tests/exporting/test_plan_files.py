@@ -12,6 +12,7 @@ import torch
 from commands import run
 from layered_models import Transformer, transformer
 from test_checkpoint_plans import plan_module, random_plan, schedule
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import monetlite
@@ -195,6 +196,39 @@ def test_a_plan_is_for_a_part_of_the_planned_model_too(planned):
     for own, expected in zip(part.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own.grad, expected.grad)
     assert not any("forward" in vars(module) for module in plan["remove"](part).modules())
+
+
+class SharesALayer(nn.Module):
+    """Layers with one projection among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), shared) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_weight_of_several_layers_under_autocast(seed):
+    """Autocast casts it once for all of them, so a recomputation could make other calls than the first run."""
+    torch.manual_seed(0)
+    model, x = SharesALayer(), torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        priced = price_step(record_step(copy.deepcopy(model), (x,), default_loss), PricingOptions())
+    plan = plan_module(priced, random_plan(priced, seed))
+    assert plan["SAVED"] != ({},)
+    wrapped, plain = plan["apply"](copy.deepcopy(model)), copy.deepcopy(model)
+    for one in (wrapped, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(default_loss(one(part)) for part in (x, x + 1))  # two runs
+        loss.backward()
+    for own, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, rtol=0.02, atol=0.02 * expected.grad.abs().max().item())
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_what_is_saved_is_taken_by_every_torch(planned):

@@ -1,6 +1,7 @@
 """Gradients reach autograd as they become ready, and everything people do with them still works."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from thoroughness import often
 from torch import nn
 
 import monetlite
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import DELIVERY
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -232,6 +233,72 @@ def test_an_argument_that_is_changed_and_shares_its_storage_with_another():
         x.grad = None
     for mine, theirs in zip(*gradients, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class AddsPositions(nn.Module):
+    """Adds parameters of which one is seen through a view: their gradients are one tensor and a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.more, self.head = (
+            nn.Parameter(torch.randn(6, 8)),
+            nn.Parameter(torch.randn(1, 6, 8)),
+            deep(),
+        )
+
+    def forward(self, x):
+        return (x + (self.rows.unsqueeze(0) + self.more)).flatten(1).matmul(self.head[0].weight[:48, :9])
+
+
+@pytest.mark.parametrize("steps", [plain_steps, recompute_everything])
+def test_gradients_share_no_memory(steps):
+    """They may be changed in place: by clipping, or when those of another step are added."""
+    model, x = AddsPositions(), torch.randn(3, 6, 8)
+    plain, trained = twin(model), wrapped(model, x, steps)
+    for one in (plain, trained):
+        for _ in range(2):
+            losses(one, x).backward()
+        nn.utils.clip_grad_norm_([one.rows, one.more], 0.01)
+    assert torch.equal(plain.rows.grad, model.rows.grad)
+    assert torch.equal(plain.more.grad, model.more.grad)
+
+
+class Observe(torch.autograd.Function):
+    """Notes how large gradients are, as delayed scaling does."""
+
+    @staticmethod
+    def forward(ctx, x, largest):
+        ctx.largest = largest
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.largest.add_(gradient.abs().max())
+        return gradient / (1 + ctx.largest), None
+
+
+class Observed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        return self.last(Observe.apply(self.first(x).relu(), self.largest)).tanh()
+
+
+def test_a_backward_pass_that_changes_a_buffer_is_not_captured():
+    model, x = Observed(), torch.randn(4, 8)
+    plain, trained = twin(model), monetlite.MONeTWrapper(model, budget="1GB", time_limit=0.3)
+    with pytest.raises(TraceError, match=r"changes a tensor of shape \(\) in its backward pass"):
+        monetlite.trace(model, x)
+    for _ in range(2):
+        losses(plain, x).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses(trained, x).backward()
+    assert torch.equal(plain.largest, model.largest)
+    assert torch.equal(plain.first.weight.grad, model.first.weight.grad)
 
 
 @pytest.mark.usefixtures("every_gradient_delivered")

@@ -29,6 +29,7 @@ from step_lists import (
 )
 from thoroughness import often
 from torch import nn
+from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.graph import Phase
@@ -198,6 +199,67 @@ def test_a_product_of_one_row_reads_the_strides_of_plain_training():
     graph = exactly(monetlite.trace(model, inputs))
     for steps in (plain_steps(graph), recompute_everything(graph)):
         assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
+class DropsInPlace(nn.Module):
+    """Draws masks in place for tensors that are not in the order of their indices."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        made = self.first(x)
+        if self.kind == "transposed":
+            made = F.dropout(made.transpose(1, 2), 0.3, True, inplace=True).transpose(1, 2)
+        elif self.kind == "alpha":
+            made = F.alpha_dropout(made.permute(2, 0, 1), 0.3, True).permute(1, 2, 0)
+        else:
+            mask = torch.zeros_like(made)
+            mask[:, ::2].bernoulli_(0.3)
+            mask[:, 1::2].permute(2, 0, 1).bernoulli_(0.4)
+            made = made * mask * torch.bernoulli(torch.empty_like(made).transpose(0, 1), 0.5).transpose(0, 1)
+        return self.last(made)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "alpha", "slices"])
+def test_masks_are_drawn_in_place_as_plain_training_draws_them(kind):
+    model, inputs = DropsInPlace(kind), (torch.randn(4, 8, 6),)
+    graph = exactly(monetlite.trace(model, inputs))
+    for steps in (plain_steps(graph), recompute_everything(graph)):
+        assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
+class Normalizes(nn.Module):
+    """Batch norms without weights, as in heads of self-supervised learning."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        layers = [layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16, affine=False))]
+        self.transposed, self.layers = transposed, nn.ModuleList(layers)
+
+    def forward(self, x):
+        for linear, norm in zip(self.layers[::2], self.layers[1::2], strict=True):
+            made = linear(x).transpose(1, 2)
+            made = norm(made if self.transposed else made.contiguous())
+            x = made.exp().sin().tanh().transpose(1, 2)
+        return x.contiguous()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_batch_norms_without_weights_in_16_bits(transposed, autocast):
+    model, x = Normalizes(transposed), torch.randn(8, 20, 16)
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        graph = exactly(monetlite.trace(model, x))
+        expected = step(twin(model), (x,))
+        for steps in (
+            recompute_everything(graph),
+            with_random_implementations(graph, recompute_everything(graph), random.Random(1)),
+        ):
+            assert_same(wrapped_step(model, graph, steps, (x,)), expected)
 
 
 def test_running_statistics_are_updated_once():

@@ -4,9 +4,10 @@ import pytest
 import torch
 from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
+from torch.autograd import forward_ad
 
 import monetlite
-from monetlite.core.errors import TraceError
+from monetlite.core.errors import ModelError, TraceError
 from monetlite.tracing import capture
 
 
@@ -99,6 +100,12 @@ def test_functional_call():
     found = torch.autograd.grad(torch.func.functional_call(wrapped, other, (x,)).sum(), list(other.values()))
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two)
+
+
+def test_forward_mode_is_refused():
+    wrapped = monetlite.MONeTWrapper(nn.Linear(4, 2), budget="1GB")
+    with forward_ad.dual_level(), pytest.raises(ModelError, match="forward-mode AD"):
+        wrapped(forward_ad.make_dual(torch.ones(2, 4), torch.ones(2, 4)))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])

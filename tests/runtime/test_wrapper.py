@@ -108,6 +108,13 @@ def test_torch_save_and_load_of_a_wrapper_that_has_trained(schedules):
     assert pickle.loads(pickle.dumps(wrapper)).schedule == schedule
 
 
+def test_a_function_is_applied_to_the_model():
+    seen = []
+    wrapper = monetlite.MONeTWrapper(nn.Sequential(nn.Linear(2, 2)), budget="1GB")
+    assert wrapper.apply(seen.append) is wrapper
+    assert seen == [wrapper.model[0], wrapper.model]
+
+
 def test_train_and_eval_reach_the_model_and_eval_is_the_model(cnn):
     model, inputs, schedule = cnn
     wrapper = monetlite.MONeTWrapper(model, schedule)

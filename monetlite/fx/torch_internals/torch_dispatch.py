@@ -13,6 +13,7 @@
 | `_VariableFunctions`, `_nn` | functions generated for operators; steps would be slower |
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
 | `"torch._subclasses.fake_tensor"` | logger of operators that fail there; a traceback would come before an error |
+| `forward_ad._current_level` | tells forward-mode AD, which fails in a captured step with PyTorch's own error |
 | `TorchDispatchMode` | sees which operator a function calls |
 | `any_torch_dispatch_mode_on_stack` | tells modes in which TorchDynamo captures nothing; steps would fail |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
@@ -41,6 +42,7 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, any_torch_dispatch_mode_on_stack
@@ -166,6 +168,12 @@ def watched(tensor: torch.Tensor) -> Callable[[], bool]:
 def is_transformed() -> bool:
     """True inside of a transform of `torch.func` (grad, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    """True where forward-mode AD is on (`torch.autograd.forward_ad.dual_level`)."""
+    level: int = forward_ad._current_level
+    return level >= 0
 
 
 def is_watched() -> bool:

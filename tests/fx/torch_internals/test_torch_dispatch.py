@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -19,6 +20,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     decomposition_table,
     failures_unlogged,
     faked_by,
+    is_forward_mode,
     is_traced,
     is_transformed,
     python_kernel,
@@ -142,6 +144,13 @@ def test_modes_are_noticed_and_left() -> None:
             assert not is_traced()
             assert not isinstance(torch.ones(2), FakeTensor)
         assert isinstance(torch.ones(2), FakeTensor)
+
+
+def test_forward_mode_is_noticed() -> None:
+    assert not is_forward_mode()
+    with forward_ad.dual_level():
+        assert is_forward_mode()
+    assert not is_forward_mode()
 
 
 def test_transforms_are_noticed_and_left() -> None:
