@@ -23,7 +23,7 @@ from monetlite.cli.command_options import (
 )
 from monetlite.cli.option_types import Integer, OutputFile
 from monetlite.cli.running import check_writable, command, only_for, was_given
-from monetlite.cli.subjects import OpenedSchedule, open_schedule
+from monetlite.cli.subjects import OpenedSchedule, open_schedule, shapes_text
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import MonetliteError
 from monetlite.core.files.atomic import write_atomically
@@ -143,7 +143,8 @@ def show(
     if kind == RESCALED or not opened.at_own_sizes:
         opened, given = _rescaled(opened), opened.schedule
         if kind in (TEXT, RESCALED):
-            only_for("schedules at their own sizes", "time_limit", "seed", "no_solve")
+            own = shapes_text([spec.shape for spec in given.inputs.values()])
+            only_for(f"a schedule at its own sizes: this one was solved for {own}", "time_limit", "seed")
             _print_rescaled(terminal, schedule, given, opened.schedule, output)
             return
     if kind == TEXT:

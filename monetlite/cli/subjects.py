@@ -147,11 +147,11 @@ def _step(profile: Profile) -> tuple[object, ...]:
 
 
 def _described(profile: Profile) -> str:
-    shapes = _shapes([spec.shape for spec in profile.graph.inputs.values()])
+    shapes = shapes_text([spec.shape for spec in profile.graph.inputs.values()])
     return f"{profile.graph.name} on {shapes}, {profile.graph.layout}, {profile.kind} for {profile.device}"
 
 
-def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
     return ", ".join("×".join(map(str, shape)) for shape in shapes)
 
 
@@ -221,12 +221,13 @@ def open_schedule(
     theirs, ours = ([item.shape for item in specs.values()] for specs in (schedule.inputs, graph.inputs))
     if theirs == ours:
         raise ScheduleMismatch(
-            f"{path} was solved for tensors of other sizes than this model makes of inputs of {_shapes(ours)}: "
-            "layers have other widths, or the file was edited. Solve a schedule for this model"
+            f"{path} was solved for tensors of other sizes than this model makes of inputs of "
+            f"{shapes_text(ours)}: layers have other widths, or the file was edited. Solve a schedule for this "
+            "model"
         )
     raise ScheduleMismatch(
-        f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
-        "(--batch, --input-size, --sequence-length), solve one for these, or see what it would take: "
+        f"{path} was solved for inputs of {shapes_text(theirs)}, and the model has {shapes_text(ours)}; give its "
+        "sizes (--batch, --input-size, --sequence-length), solve one for these, or see what it would take: "
         f"{suggested('show')}"
     )
 

@@ -106,6 +106,8 @@ def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | No
     from monetlite.zoo.check import Checked, Checker
 
     shelf = None if files else _shelf(folder)
+    if shelf is not None and not shelf.files():
+        shelf.entries()  # says that there is no collection
     checker = Checker()
     places = ((shelf.folder / file, file) for file in shelf.files()) if shelf else ((file, None) for file in files)
     found: list[Checked] = []

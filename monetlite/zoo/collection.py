@@ -155,6 +155,11 @@ class Shelf:
         Raises:
             ScheduleFileError: the index is missing or malformed.
         """
+        if not (self.folder / INDEX).exists():
+            raise ScheduleFileError(
+                f"there is no collection in {self.folder}; "
+                f"`monetlite zoo add FILE --folder {self.folder}` begins one"
+            )
         return read_document(load_yaml(self.folder / INDEX, ZooIndex), ZooIndex).entries
 
     def load(self, entry: ZooEntry) -> Schedule:

@@ -211,11 +211,18 @@ class TestCommands:
         assert [line.split()[1] for line in result.stdout.splitlines()[1:3]] == ["64", "32"]
         facts = json.loads(commands.run("show", file, "--batch", "32", "--model", spec, "--json").stdout)
         assert (facts["from"]["file"], facts["from"]["output"]) == (str(file), None)
-        refused = commands.run("show", file, "--batch", "32", "--model", spec, "--no-solve")
-        assert "--no-solve is for schedules at their own sizes" in refused.stderr
+        assert commands.run("show", file, "--batch", "32", "--model", spec, "--no-solve").exit_code == 0
+        refused = commands.run("show", file, "--batch", "32", "--model", spec, "--seed", "1")
+        assert "--seed is for a schedule at its own sizes: this one was solved for 64×" in refused.stderr
 
     def test_a_file_that_is_not_there(self, folder):
         assert "nope.yaml can't be read" in run("show", "nope.yaml", "--folder", folder).output
+
+    def test_a_folder_without_a_collection_says_how_to_begin_one(self, tmp_path):
+        for command in ("check", "list"):
+            result = run(command, "--folder", tmp_path)
+            assert result.exit_code == 4
+            assert f"there is no collection in {tmp_path}; `monetlite zoo add FILE" in result.output
 
     def test_errors_are_messages(self, folder):
         for arguments in (["show", "zoo:nothing"], ["get", "zoo:vgg11@1MB"]):
