@@ -4,14 +4,14 @@ Each element of the result depends on the same element of the operands alone, so
 changes no bit of the result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from monetlite.core.graph import Implementation
+from monetlite.core.graph import Implementation, TensorRef, TensorSpec
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.storages import base
 from monetlite.operators.implementations import TracedKernel, alternatives_for
@@ -69,12 +69,24 @@ def _is_of_all(gradient: fx.Node) -> bool:
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
     target = kernel.call.target
+    tensors = [item.spec for item in kernel.args if isinstance(item, TensorRef)]
+    if _rounds_by_layout(tensors):
+        return
     operands = kernel.args[:2] if traits_of(target).commutative and target.endswith(".Tensor") else kernel.args[:1]
     for position, (name, operand) in enumerate(zip(("inplace", "inplace_second"), operands, strict=False)):
         if overwrites := kernel.over(operand):
             run, keyword = over_operand(target, position)
             kwargs = (*kernel.call.kwargs, *([(keyword, operand)] if keyword else []))
             yield kernel.implement(name, run, kwargs=kwargs, overwrites=overwrites)
+
+
+def _rounds_by_layout(tensors: Sequence[TensorSpec]) -> bool:
+    """True for complex tensors of several layouts.
+
+    Torch multiplies numbers one by one or as vectors, which round otherwise, by the layouts of operands and result.
+    """
+    layouts = [item for item in tensors if item.dtype.startswith("complex")]
+    return any(not same_layout(item, layouts[0]) for item in tensors) if layouts else False
 
 
 def over_operand(target: str, position: int) -> tuple[str, str]:

@@ -41,6 +41,7 @@ from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.call_encoding import spec_of
+from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
     RESTARTS,
@@ -271,6 +272,8 @@ class PiecewiseTraining:
             return build_graph(joint, graph, (tuple(given), {}), autocast=autocast, handed_on=handed_on)
 
         def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+            if not Reachability(joint.graph.graph, joint.forward_outputs).takes_arguments:
+                raise TraceError("it changes an input that shares memory with another")
             pieces.append(CapturedPiece(joint, build, inputs))
             first = pieces[-1].first
             return lower(first.traced, least_stored(first.traced.graph, first.readers(first.unsaved(inputs))))

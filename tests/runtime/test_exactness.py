@@ -230,6 +230,30 @@ def test_masks_are_drawn_in_place_as_plain_training_draws_them(kind):
         assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
 
 
+class FiltersFrequencies(nn.Module):
+    """Multiplies complex tensors of two layouts, as spectral filters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.filter = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Parameter(torch.randn(9, 16, 2)),
+        )
+
+    def forward(self, x):
+        frequencies = torch.fft.rfft(self.first(x), dim=1, norm="ortho") * torch.view_as_complex(self.filter)
+        return self.last(torch.fft.irfft(frequencies, n=16, dim=1, norm="ortho"))
+
+
+def test_complex_products_round_as_in_plain_training():
+    model, inputs = FiltersFrequencies(), (torch.randn(8, 16, 16),)
+    graph = exactly(monetlite.trace(model, inputs))
+    for seed in range(4):
+        steps = with_random_implementations(graph, recompute_everything(graph), random.Random(seed))
+        assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
 class Normalizes(nn.Module):
     """Batch norms without weights, as in heads of self-supervised learning."""
 

@@ -309,6 +309,28 @@ def test_a_larger_budget_can_be_tried_where_an_error_is_handled():
     assert monetlite.schedule_of(model).budget_bytes == 10**9
 
 
+class ChangesAView(nn.Module):
+    """A piece is given a tensor and a view of it, and changes the view."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        made = self.first(x)
+        row = made[:, 0]
+        torch._dynamo.graph_break()
+        row.add_(1.0)
+        return self.last(made).sigmoid()
+
+
+def test_inputs_of_a_piece_that_share_memory_and_change():
+    plain, x = ChangesAView(), torch.randn(8, 16, 16)
+    planned = monetlite.within(twin(plain), budget="1GB", time_limit=0.3)
+    for _ in range(4):
+        assert_same(step(planned, (x,)), step(plain, (x,)), within=1e-6)
+
+
 class AddsLaidOutOtherwise(nn.Module):
     """Its second piece adds two tensors, over one of which the sum can be written if both lie alike in memory."""
 
