@@ -70,7 +70,7 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
     target = kernel.call.target
     tensors = [item.spec for item in kernel.args if isinstance(item, TensorRef)]
-    if _rounds_by_layout(tensors):
+    if _rounds_otherwise(target, tensors):
         return
     operands = kernel.args[:2] if traits_of(target).commutative and target.endswith(".Tensor") else kernel.args[:1]
     for position, (name, operand) in enumerate(zip(("inplace", "inplace_second"), operands, strict=False)):
@@ -80,13 +80,16 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
             yield kernel.implement(name, run, kwargs=kwargs, overwrites=overwrites)
 
 
-def _rounds_by_layout(tensors: Sequence[TensorSpec]) -> bool:
-    """True for complex tensors of several layouts.
+def _rounds_otherwise(target: str, tensors: Sequence[TensorSpec]) -> bool:
+    """True for quotients of complex tensors, and for other operators on complex tensors of several layouts.
 
-    Torch multiplies numbers one by one or as vectors, which round otherwise, by the layouts of operands and result.
+    Torch computes with numbers one by one or with vectors, which round otherwise, by the layouts of operands and
+    result. Of quotients, the last few are computed otherwise in place.
     """
     layouts = [item for item in tensors if item.dtype.startswith("complex")]
-    return any(not same_layout(item, layouts[0]) for item in tensors) if layouts else False
+    if not layouts:
+        return False
+    return target.startswith("aten.div.") or any(not same_layout(item, layouts[0]) for item in tensors)
 
 
 def over_operand(target: str, position: int) -> tuple[str, str]:

@@ -1,12 +1,14 @@
 """A model that is compiled in pieces: its forward pass, with torch changed so that its parts are captured."""
 
 import sys
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dynamo import (
+    MAX_PIECES,
     REFUSALS,
     drawing_functions,
     dynamo_settings,
@@ -51,7 +53,7 @@ class ModelInPieces:
         alone = masks_as_plain(self._model, args, kwargs)
         changes = patched(self._numbers.captured(), self.training.sizes.captured(), self.training.again.noted())
         with (
-            while_compiling(capture_settings),
+            while_compiling(partial(capture_settings, MAX_PIECES)),
             taken_apart(self._left_alone),
             changes,
             unless_captured,

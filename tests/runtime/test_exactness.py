@@ -246,8 +246,21 @@ class FiltersFrequencies(nn.Module):
         return self.last(torch.fft.irfft(frequencies, n=16, dim=1, norm="ortho"))
 
 
-def test_complex_products_round_as_in_plain_training():
-    model, inputs = FiltersFrequencies(), (torch.randn(8, 16, 16),)
+class DividesFrequencies(nn.Module):
+    """Divides complex tensors of few elements, as state spaces do."""
+
+    def __init__(self):
+        super().__init__()
+        self.above, self.below = (nn.Parameter(torch.randn(4, 3, dtype=torch.complex64)) for _ in range(2))
+
+    def forward(self, x):
+        return (self.above.exp() / self.below.exp()).real * x
+
+
+@pytest.mark.parametrize("build", [FiltersFrequencies, DividesFrequencies])
+def test_complex_numbers_round_as_in_plain_training(build):
+    model = build()
+    inputs = (torch.randn(8, 16, 16) if build is FiltersFrequencies else torch.randn(2, 4, 3),)
     graph = exactly(monetlite.trace(model, inputs))
     for seed in range(4):
         steps = with_random_implementations(graph, recompute_everything(graph), random.Random(seed))

@@ -17,6 +17,8 @@ from torch._dynamo import graph_break
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget, TraceError
+from monetlite.fx.torch_internals.torch_dynamo import MAX_PIECES
+from monetlite.runtime import pieces
 
 MODELS = {
     "reads a mean": (ReadsAMean, lambda: (torch.randn(64, 16),)),
@@ -307,6 +309,19 @@ def test_a_larger_budget_can_be_tried_where_an_error_is_handled():
     except InfeasibleBudget:
         trained(monetlite.within(model, budget="1GB", **QUICK), x)
     assert monetlite.schedule_of(model).budget_bytes == 10**9
+
+
+def test_pieces_may_have_many_programs_of_one_function(monkeypatch):
+    """Models of one class have it in common, and TorchDynamo keeps the programs of those that are gone."""
+    limits, captured_piece = [], pieces.CapturedPiece
+
+    def noted(*arguments):
+        limits.append(torch._dynamo.config.recompile_limit)
+        return captured_piece(*arguments)
+
+    monkeypatch.setattr(pieces, "CapturedPiece", noted)
+    step(monetlite.within(AddsLaidOutOtherwise(), budget="1GB", time_limit=0.3), (torch.randn(16, 8, 32),))
+    assert limits == [MAX_PIECES] * 3
 
 
 class ChangesAView(nn.Module):

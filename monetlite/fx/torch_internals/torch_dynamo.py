@@ -63,7 +63,8 @@ RESTARTS = RestartAnalysis
 UNSUPPORTED = exceptions_allowed_to_be_fallback
 """Errors of a backend after which it leaves a function out, and captures those that the function calls."""
 REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
-_MAX_PIECES = 256
+MAX_PIECES = 256
+"""Programs of one function that models in pieces have: layers share it, and so do models of one class."""
 _MANY_IN_VAIN = 4
 """Steps after which a function that is compiled up to a break in each, without a graph, is left out."""
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
@@ -173,8 +174,8 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
     kept_plain += [mock.patch.object(trace_rules, "get_legacy_mod_inlinelist", _files_of_parts)]
     settings = _config.patch(
-        recompile_limit=_MAX_PIECES,
-        accumulated_recompile_limit=4 * _MAX_PIECES,
+        recompile_limit=MAX_PIECES,
+        accumulated_recompile_limit=4 * MAX_PIECES,
         allow_rnn=True,
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
