@@ -153,7 +153,12 @@ def test_later_steps_look_at_nothing_anew(build, compiled):
 
 def test_torch_is_changed_for_captures_only_where_something_is_captured(monkeypatch):
     settings, captures = model_in_pieces.capture_settings, []
-    monkeypatch.setattr(model_in_pieces, "capture_settings", lambda *limit: (captures.append(1), settings(*limit))[1])
+
+    def noted(*limit):
+        captures.append(1)
+        return settings(*limit)
+
+    monkeypatch.setattr(model_in_pieces, "capture_settings", noted)
     model = monetlite.within(Reads(), budget="120%", **QUICK)
     for _ in range(6):
         model(torch.randn(64, 64)).sum().backward()
