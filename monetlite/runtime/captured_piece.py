@@ -92,6 +92,10 @@ def _sizes_of_tensors(joint: Joint) -> list[bool]:
     return [symbol in found for symbol in input_sizes(joint.graph.graph)]
 
 
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
 def _captured_inputs(joint: Joint) -> list[Any]:
     """Inputs without memory, as a joint graph was captured with."""
     inputs = joint.graph.graph.find_nodes(op="placeholder")
@@ -181,7 +185,10 @@ class SizedPiece:
         return frozenset(index for index, size in known.items() if unknown or size in sizes)
 
     def unsaved(self, inputs: Sequence[Any]) -> set[int]:
-        """Positions of inputs that plain training does not save: they may change before the backward part."""
+        """Positions of inputs that plain training does not save: they may change before the backward part.
+
+        So may frozen weights (a teacher's, which follow those of its student).
+        """
         nodes = self.traced.joint.graph.graph.find_nodes(op="placeholder")
         saved = {
             ref.node
@@ -192,7 +199,7 @@ class SizedPiece:
         return {
             at
             for at, item in enumerate(inputs)
-            if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and nodes[at].name not in saved
+            if isinstance(item, torch.Tensor) and not _is_trained(item) and nodes[at].name not in saved
         }
 
     def readers(self, inputs: Collection[int], outputs: bool = False) -> frozenset[int]:

@@ -324,6 +324,34 @@ def test_pieces_may_have_many_programs_of_one_function(monkeypatch):
     assert limits == [MAX_PIECES] * 3
 
 
+class MeanTeacher(nn.Module):
+    """Learns from a frozen copy, which follows it after a break in the same forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(16, 8), nn.Linear(16, 8).requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x)
+        loss = (self.student(x) - target).pow(2).mean()
+        with torch.no_grad():
+            kept = 0.9 if self.seen > 0 else 0.0
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                own.lerp_(other, 1 - kept)
+            self.seen += 1
+        return loss
+
+
+def test_frozen_weights_that_follow_others_in_the_forward_pass():
+    plain, x = MeanTeacher(), torch.randn(64, 16)
+    planned = monetlite.within(twin(plain), budget="1GB", time_limit=0.3)
+    for _ in range(4):
+        assert_same(step(planned, (x,)), step(plain, (x,)), within=1e-6)
+    assert torch.equal(planned.teacher.weight, plain.teacher.weight)
+
+
 class ChangesAView(nn.Module):
     """A piece is given a tensor and a view of it, and changes the view."""
 
