@@ -406,14 +406,14 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
 
 
 @contextlib.contextmanager
-def capture_settings(programs: int = MAX_PROGRAMS) -> Iterator[None]:
+def capture_settings(programs: int | None = None) -> Iterator[None]:
     """Change torch as a capture of a whole model needs it, for the time of a block, in one thread at a time.
 
     Log messages are skipped, prints come afterwards, errors are not logged, branches that only raise are
     assertions, kernels are not taken apart, and code that asks whether it is compiled gets plain training's answer.
 
     Args:
-        programs: that TorchDynamo compiles of one function at most.
+        programs: that TorchDynamo compiles of one function at most, where it isn't MAX_PROGRAMS.
     """
     with (
         patched(),  # so that settings are read when no other thread has changed them
@@ -425,7 +425,7 @@ def capture_settings(programs: int = MAX_PROGRAMS) -> Iterator[None]:
         said_to_be_plain(but_in=_TOLD),
         quotients_kept_whole(),
         dynamo_settings(
-            recompile_limit=programs,
+            recompile_limit=programs or MAX_PROGRAMS,
             use_numpy_random_stream=True,  # and not torch's generator in its place
             skip_nnmodule_hook_guards=False,  # so that a hook which comes after the first step is noticed
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets

@@ -26,6 +26,8 @@ LAYERS = (
 )
 ELSEWHERE = {
     "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
+    "monetlite.batch_norm_in_float32_again": "of images in 16 bits; tests/runtime/test_exactness.py",
+    "monetlite.batch_norm_in_float32_again_": "the same",
     "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
     "monetlite.changed_": "the same",
     "monetlite.linear_cross_entropy": "in a layout of its own; tests/operators/test_tiled_loss.py",
