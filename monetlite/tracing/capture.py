@@ -283,9 +283,10 @@ def _refuse_late_changes(graph: fx.Graph) -> None:
 
 
 def _copy_shared_gradients(graph: fx.Graph, forward_outputs: int) -> None:
-    """Give each gradient memory of its own, as autograd does: others that are views of one tensor are copied.
+    """Give each gradient memory of its own: where several are views of one tensor, all but the first are copied.
 
-    A caller may change one in place (clipping, another backward pass that is added).
+    A caller may change one in place (clipping, another backward pass that is added). One tensor that is several
+    gradients is left to autograd, which copies it.
     """
     output = graph.output_node()
     results: Any = output.args[0]

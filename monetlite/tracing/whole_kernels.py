@@ -200,7 +200,7 @@ def _draws_in_storage_order() -> AbstractContextManager[None]:
 
 @functools.cache
 def _drawn_by_index() -> bool:
-    """Tell whether this CPU draws in place in the order of indices: with MKL on Intel's, it does."""
+    """Tell whether torch draws in place in the order of indices on this CPU, where it may have another kernel."""
     with without_modes():
         drawn, by_index = (
             made.bernoulli_(generator=torch.Generator().manual_seed(0))
