@@ -26,7 +26,7 @@ from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.assigned_data import copy_assigned_data
 from monetlite.fx.direct_calls import as_function
-from monetlite.fx.storages import Reachability, base
+from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
@@ -52,6 +52,7 @@ from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
 from monetlite.tracing.attention_masks import keeps_cache, masks_as_plain
+from monetlite.tracing.joint_graphs import prepare
 from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
 from monetlite.tracing.output_recorders import install_recorders
@@ -170,10 +171,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal results
         results = num_fwd_outputs
-        _refuse_checks(joint.graph)
-        _refuse_late_changes(joint.graph)
-        _conjugate_constants(joint.graph)
-        _copy_shared_gradients(joint.graph, num_fwd_outputs)
+        prepare(joint.graph, num_fwd_outputs)
         reach = Reachability(joint.graph, num_fwd_outputs)
         at_once = bool(reach.shared) or not reach.takes_arguments
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
@@ -238,67 +236,6 @@ def refuse_uninitialized(model: nn.Module) -> None:
                 f"{name} is not initialized yet: run the model once on its inputs (with torch.no_grad()) before it "
                 "is traced or wrapped, and make the optimizer after that"
             )
-
-
-def _refuse_checks(graph: fx.Graph) -> None:
-    """Refuse operators that AOTAutograd orders by tokens: those that look at what they found and raise.
-
-    Raises:
-        TraceError: names the operator and the line.
-    """
-    for node in graph.nodes:
-        if node.target is torch.ops.higher_order.with_effects:
-            name = next((str(item) for item in reversed(node.args) if isinstance(item, str)), str(node.args[1]))
-            raise TraceError(
-                f"{source_of(node) or 'the model'} can't be captured: {name} looks at its result on the host, "
-                "to raise where there is none. Use a function that leaves this out (torch.linalg.solve_ex, inv_ex, "
-                "cholesky_ex, lu_factor_ex), or wrap only submodules without it: MONeTWrapper(model.backbone, ...)"
-            )
-
-
-def _conjugate_constants(graph: fx.Graph) -> None:
-    """Put numbers in the place of calls that conjugate numbers, as in gradients of products with them."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
-        (number,) = node.args
-        if isinstance(number, complex):
-            for user in list(node.users):
-                user.args = tuple(number.conjugate() if item is node else item for item in user.args)
-            graph.erase_node(node)
-
-
-def _refuse_late_changes(graph: fx.Graph) -> None:
-    """Refuse a step that changes one of its inputs in its backward pass: a graph has no result for that.
-
-    Raises:
-        TraceError: names the line.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        changed = base(node.all_input_nodes[0])
-        if changed.op == "placeholder":
-            raise TraceError(
-                f"{source_of(node) or 'the model'} can't be captured: an autograd.Function changes a tensor of "
-                f"shape {tuple(changed.meta['val'].shape)} in its backward pass, which was there before the step. "
-                "Call it in a function with @torch.compiler.disable: the rest is planned in pieces"
-            )
-
-
-def _copy_shared_gradients(graph: fx.Graph, forward_outputs: int) -> None:
-    """Give each gradient memory of its own: where several are views of one tensor, all but the first are copied.
-
-    A caller may change one in place (clipping, another backward pass that is added). One tensor that is several
-    gradients is left to autograd, which copies it.
-    """
-    output = graph.output_node()
-    results: Any = output.args[0]
-    made, owner = list(results), dict[fx.Node, fx.Node]()
-    for at, node in enumerate(results[forward_outputs:], forward_outputs):
-        if isinstance(node, fx.Node) and owner.setdefault(base(node), node) is not node:
-            with graph.inserting_before(output):
-                made[at] = graph.call_function(torch.ops.aten.clone.default, (node,))
-            val = node.meta["val"]
-            with val.fake_mode:
-                made[at].meta = {**node.meta, "val": val.clone()}
-    output.args = (tuple(made),)
 
 
 def flat_outputs(program: fx.GraphModule) -> list[fx.Node | None]:
