@@ -1,5 +1,6 @@
 """`monetlite export`: a plan for people who train without monetlite."""
 
+import sys
 from dataclasses import replace
 from keyword import iskeyword
 from pathlib import Path
@@ -60,6 +61,8 @@ def export_command(
     """
     if output.suffix != ".py" or not output.stem.isidentifier() or iskeyword(output.stem):
         raise click.UsageError(f"{output} can't be imported; name a Python file, such as plan.py")
+    if output.stem == "torch" or output.stem in sys.stdlib_module_names:
+        raise click.UsageError(f"{output} would hide the module {output.stem}; name it otherwise, such as plan.py")
     check_writable(output)
     known = load_schedule(schedule)
     priced_for = device or known.device

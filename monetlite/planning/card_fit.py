@@ -116,10 +116,12 @@ class SizeLimits:
 
     Attributes:
         batch: samples. length: tokens; None for a model of images, and where it is not known.
+        bounded: the length is the longest that the model takes, so that memory is not what bounds it.
     """
 
     batch: int
     length: int | None
+    bounded: bool = False
 
 
 PLAINLY, CHECKPOINTED, PLANNED = "as it is", "checkpointing layers", "monetlite"
@@ -139,7 +141,8 @@ class CardFit:
             fits, those that are faster.
         proven_bytes: no schedule of either kind needs less.
         leanest: the way with the smallest peak that is known.
-        limits: the largest batch and length, by way to train; nothing where they are not known.
+        limits: the largest batch and length, by way to train; None where they are not known, and nothing where no
+            other sizes were traced.
     """
 
     card: CardMemory
@@ -150,7 +153,7 @@ class CardFit:
     planned: tuple[FitSetting, ...]
     proven_bytes: int
     leanest: FitSetting
-    limits: Mapping[str, SizeLimits] = field(default_factory=dict)
+    limits: Mapping[str, SizeLimits | None] = field(default_factory=dict)
 
     def fits(self, way: FitSetting) -> bool:
         """True if the tensors fit, and what torch's allocator has to reserve for them."""
@@ -375,11 +378,12 @@ def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
 
 def _limits(
     budget_bytes: int, model: ModelSteps, steps: Mapping[str, SizedStep], kinds: Mapping[str, Sequence[FitSetting]]
-) -> dict[str, SizeLimits]:
+) -> dict[str, SizeLimits | None]:
     """The largest batch and length of each kind of way, by any of its ways."""
     batch, length = model.batch, model.length or 0
     config = getattr(model.built.model, "config", None)
-    longest = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
+    own_longest = getattr(config, "max_position_embeddings", None)
+    longest = own_longest or MAX_LENGTH
     window = getattr(config, "sliding_window", None)
     unit = LENGTHS[length >= 8 * LENGTHS[True]]
 
@@ -397,17 +401,22 @@ def _limits(
         if not sized.sizes.length:
             return SizeLimits(batch=most, length=None)
         count = largest(lambda count: peak(batch, count * unit) <= budget_bytes, longest // unit)
+        bounded = longest == own_longest and count == longest // unit and peak(batch, longest) <= budget_bytes
+        tokens = longest if bounded else count * unit
         # From a sliding window's length on, attention has a mask, and another kernel.
-        known = window is None or length >= window or count * unit < window
-        return SizeLimits(batch=most, length=count * unit if known else None)
+        known = window is None or length >= window or tokens < window
+        return SizeLimits(batch=most, length=tokens if known else None, bounded=bounded)
 
-    found = {}
-    for kind, ways in kinds.items():
-        known = [limits for way in ways if steps and (limits := limit(way)) is not None]
+    found: dict[str, SizeLimits | None] = {}
+    for kind, ways in kinds.items() if steps else ():
+        known = [limits for way in ways if (limits := limit(way)) is not None]
+        if ways:
+            found[kind] = None
         if known:
             lengths = [limits.length for limits in known if limits.length is not None]
             most = max(lengths) if len(lengths) == len(known) else None
-            found[kind] = SizeLimits(batch=max(limits.batch for limits in known), length=most)
+            bounded = any(limits.bounded for limits in known)
+            found[kind] = SizeLimits(batch=max(limits.batch for limits in known), length=most, bounded=bounded)
     return found
 
 

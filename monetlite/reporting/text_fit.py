@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, FitSetting
+from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, FitSetting, SizeLimits
 from monetlite.reporting.fit_lines import EXPANDABLE_SEGMENTS, every_layer
 from monetlite.reporting.text_tables import facts_table, figures_table
 
@@ -34,7 +34,7 @@ def fit_facts(answer: CardFit, description: str, lines: Mapping[str, list[str]])
         "proven_bytes": answer.proven_bytes,
         "smallest_reached_bytes": answer.leanest.peak_bytes,
         "ways": [_way_facts(answer, way) for way in answer.ways],
-        "largest": {kind: asdict(limits) for kind, limits in answer.limits.items()},
+        "largest": {kind: limits and asdict(limits) for kind, limits in answer.limits.items()},
         "fastest": None if fastest is None else way_name(fastest),
         "helpful": [{"setting": item.name, "peak_bytes": item.peak_bytes} for item in answer.helpful],
         "larger_card": None if answer.larger_card is None else answer.larger_card.name,
@@ -153,7 +153,7 @@ def _print_ways(console: Console, answer: CardFit) -> None:
         for way in answer.ways
     ]
     console.print()
-    columns = ("way to train", "fits", "peak", "step", "slower")
+    columns = ("way to train", "fits", "peak", "step", "overhead")
     console.print(figures_table(columns, rows, left=("way to train", "fits")))
     if answer.fastest is not None and answer.needs_expandable(answer.fastest):
         reserved, least = answer.fastest.reserved_bytes, answer.fastest.least_reserved_bytes
@@ -165,15 +165,21 @@ def _print_ways(console: Console, answer: CardFit) -> None:
         return
     console.print()
     heads = ["largest that fits", "batch"]
-    limits = [[kind, _number(of.batch)] for kind, of in answer.limits.items()]
+    rows = [[kind, "not known" if of is None else _number(of.batch)] for kind, of in answer.limits.items()]
     if answer.length is not None:
         heads = [heads[0], f"batch × {answer.length} tokens", f"tokens × batch {answer.batch}"]
-        limits = [[*row, _number(of.length)] for row, of in zip(limits, answer.limits.values(), strict=True)]
-    console.print(figures_table(heads, limits, left=("largest that fits",)))
+        rows = [[*row, _length(of)] for row, of in zip(rows, answer.limits.values(), strict=True)]
+    console.print(figures_table(heads, rows, left=("largest that fits",)))
 
 
 def _number(size: int | None) -> str:
-    return "" if size is None else f"about {size:,}" if size else "none"
+    return "not known" if size is None else f"about {size:,}" if size else "none"
+
+
+def _length(limits: SizeLimits | None) -> str:
+    if limits is None or not limits.length or not limits.bounded:
+        return _number(None if limits is None else limits.length)
+    return f"{limits.length:,}, the model's limit"
 
 
 def _help(answer: CardFit) -> Iterator[str]:

@@ -105,6 +105,14 @@ def test_a_file_that_cant_be_imported_is_refused(folder, name):
     assert (folder / "own.yaml").read_text() == before
 
 
+@pytest.mark.parametrize("name", ["torch.py", "json.py"])
+def test_a_file_that_would_hide_another_module_is_refused(folder, name):
+    refused = export(folder, "--to", "checkpoint", "--output", folder / name)
+    assert refused.exit_code == 2
+    assert "would hide" in refused.output
+    assert not (folder / name).exists()
+
+
 def test_costs_of_another_machine_are_refused(folder):
     refused = export(folder, "--to", "checkpoint", "--force", "--device", "t4")
     assert refused.exit_code == 2
