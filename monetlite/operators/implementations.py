@@ -24,6 +24,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelRuns:
+    """Runs of one kernel in a function of several.
+
+    Attributes:
+        call: of the kernel, with operands as large as those of one run.
+        written_bytes: by one run.
+        times: number of runs.
+    """
+
+    call: Call
+    written_bytes: int
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Function:
     """A function of ours that calls can name, and its work on a device that nobody has measured.
 
@@ -38,6 +53,7 @@ class Function:
         integers: bound of integer operands that are made up to measure it.
         random: it draws random numbers.
         parts: number of batch slices it runs one after another.
+        kernels: those that it runs, where they are many; `limit`, `passes`, `launches` and `like` are then ignored.
     """
 
     name: str
@@ -50,6 +66,7 @@ class Function:
     integers: Callable[[Call], int] | None = None
     random: bool = False
     parts: Callable[[Call], int] | None = None
+    kernels: Callable[[Call], Iterable[KernelRuns]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,17 +13,25 @@ A chain is data: the steps of a captured graph, with the operators that plain tr
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
+from monetlite.core.graph import Call, Implementation, TensorRef, ValueKind
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, unchecked
 from monetlite.operators.elementwise import over_operand
-from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
+from monetlite.operators.implementations import (
+    MIN_TILE_ROWS,
+    KernelRuns,
+    TracedKernel,
+    alternatives_for,
+    function,
+    slices,
+)
 from monetlite.operators.strides import item_bytes
+from monetlite.operators.tile_costs import made_up, runs, summed_product, turned
 from monetlite.operators.traits import traits_of
 
 TILES, PRODUCT_TILES = (2, 4, 8), (4,)
@@ -180,31 +188,24 @@ class _ChainWork:
     Attributes:
         count: number of rows; tiles: number of tiles.
         steps: that run, each with the slots that die at it.
-        widths: of rows that are given, by slot.
         results: slots of the results.
-        dtype: of the first row.
     """
 
     count: int
     tiles: int
     steps: list[tuple[ChainStep, list[int]]]
-    widths: dict[int, int]
     results: set[int]
-    dtype: str
 
     @classmethod
     def of(cls, call: Call) -> "_ChainWork":
         arguments: Any = call.args
         rows, _, steps, results, _, tiles, _ = arguments
-        given = {at: row.spec for at, row in enumerate(rows) if row is not None}
-        first = next(iter(given.values()))
+        first = next(row for row in rows if row is not None)
         return cls(
-            count=math.prod(first.shape[:-1]),
+            count=math.prod(first.spec.shape[:-1]),
             tiles=tiles,
             steps=_needed(steps, rows, results),
-            widths={at: spec.shape[-1] for at, spec in given.items()},
             results={slot for slot, *_ in results},
-            dtype=first.dtype,
         )
 
     @property
@@ -227,32 +228,35 @@ class _ChainWork:
         return most
 
 
-def _like(call: Call) -> Call:
-    """A product of as many operations; if there are none, a copy of as many elements."""
+def _kernels(call: Call) -> Iterator[KernelRuns]:
+    """The kernels of a chain: those of its steps, sums over tiles, and copies of a tile's results."""
     work = _ChainWork.of(call)
-    widths = dict(work.widths)
-    products = moved = 0
+    rows, wholes, _, results, *_ = cast(Any, call.args)
+    count = -(-work.count // work.tiles)
+    slots = {at: made_up(row.spec.dtype, count, row.spec.shape[-1]) for at, row in enumerate(rows) if row}
+
+    def operand(item: Any) -> Any:
+        if _is_operand(item, WIDENED):
+            spec = slots[item[1]].spec
+            return replace(slots[item[1]], spec=replace(spec, shape=(count, item[2]), stride=(1, 0)))
+        if _is_operand(item, WHOLE):
+            return wholes[item[1]]
+        return slots[item[1]] if _is_operand(item, ROW) else item
+
     for step, _ in work.steps:
-        read = [widths[slot] for slot in step.operands]
-        widths[step.slot] = step.width
-        if step.target in PRODUCTS:
-            products += read[0] * step.width
-        elif step.target == OUTER:
-            products += math.prod(read)
+        args = [operand(item) for item in step.args]
+        if step.target == OUTER:
+            left, right = args
+            yield from summed_product(turned(left), right, work.tiles)
+        elif step.target == SUM:
+            made = made_up(step.dtype, 1, step.width)
+            yield runs(work.tiles, "aten.sum.dim_IntList", *args, made=made)
         else:
-            moved += sum(read) + (0 if step.sums else step.width)
-
-    def tensor(name: str, *shape: int) -> TensorRef:
-        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        return TensorRef(node=name, value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=work.dtype))
-
-    if not products:
-        rows = tensor("moved", work.count, max(1, moved // 2))
-        return Call(target="aten.neg.default", args=(rows,), outputs=("made",))
-    width = max(step.width for step, _ in work.steps)
-    depth = max(1, products // width)
-    args = (tensor("rows", work.count, depth), tensor("matrix", depth, width))
-    return Call(target="aten.mm.default", args=args, outputs=("made",))
+            made = slots[step.slot] = made_up(step.dtype, count, step.width)
+            yield runs(work.tiles, step.target, *args, made=made)
+    for slot, _, shape in results if work.tiles > 1 else ():
+        if slot is not None and shape is None:
+            yield runs(work.tiles, "aten.clone.default", slots[slot], made=slots[slot])
 
 
 def _tile_bytes(call: Call) -> int:
@@ -264,12 +268,7 @@ def _tile_bytes(call: Call) -> int:
     return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
 
 
-def _launches(call: Call) -> int:
-    work = _ChainWork.of(call)
-    return work.tiles * (len(work.steps) + 1)
-
-
-@function("row_chain", like=_like, workspace_bytes=_tile_bytes, launches=_launches)
+@function("row_chain", workspace_bytes=_tile_bytes, kernels=_kernels)
 def row_chain(
     rows: Sequence[Tensor | None],
     wholes: Sequence[Tensor],

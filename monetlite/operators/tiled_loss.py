@@ -12,7 +12,6 @@ the largest power of two with which none can overflow. It is taken back with the
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +21,7 @@ from monetlite.core.graph import Argument, Call, Implementation
 from monetlite.operators.cross_entropy import CHUNK_ELEMENTS, cross_entropy_backward_
 from monetlite.operators.implementations import (
     MIN_TILE_ROWS,
+    KernelRuns,
     TracedKernel,
     alternatives_for,
     elements,
@@ -31,6 +31,7 @@ from monetlite.operators.implementations import (
     tensor_at,
 )
 from monetlite.operators.strides import item_bytes
+from monetlite.operators.tile_costs import made_up, runs, summed_product, turned
 
 NONE, MEAN, SUM = 0, 1, 2
 """Reductions of a loss, by torch's numbers."""
@@ -72,17 +73,38 @@ def _classes(call: Call) -> int:
     return classes
 
 
-def _like_products(call: Call) -> Call:
-    """A product as large as those for logits, and for the gradients that are wanted."""
-    products = _products(call)
-    rows, matrix, *_ = products[0]
-    depth = sum(
-        product.rows.spec.shape[1] * (1 + product.of_rows + (product.order is not None)) for product in products
-    )
-    count, classes = rows.spec.shape[0], matrix.spec.shape[1]
-    left = replace(rows, spec=replace(rows.spec, shape=(count, depth), stride=(depth, 1)))
-    right = replace(matrix, spec=replace(matrix.spec, shape=(depth, classes), stride=(classes, 1)))
-    return Call(target="aten.mm.default", args=(left, right), outputs=("logits",))
+def _kernels(call: Call) -> Iterator[KernelRuns]:
+    """The kernels of all tiles, forward and backward."""
+    products, arguments = _products(call), cast(Any, call.args)
+    steps, of_bias, tiles = arguments[6:9]
+    count = -(-products[0].rows.spec.shape[0] // tiles)
+    dtype, classes = products[0].rows.spec.dtype, _classes(call)
+    rows = [made_up(dtype, count, product.matrix.spec.shape[0]) for product in products]
+    logits = made_up(dtype, count, classes)
+    for own, product in zip(rows, products, strict=True):
+        yield runs(tiles, "aten.mm.default", own, product.matrix, made=logits)
+    for _ in products[1:]:
+        yield runs(tiles, "aten.add.Tensor", logits, made_up(dtype, count, classes), made=logits)
+    before = [logits]
+    for name, value in steps:
+        before.append(made_up(value if name == "to" else logits.spec.dtype, count, classes))
+        yield runs(tiles, "aten.clone.default", before[-2], made=before[-1])
+        if name == "tanh":
+            yield runs(tiles, "aten.clone.default", before[-1], made=before[-1])
+    slope = before.pop()
+    yield runs(tiles, "aten._log_softmax.default", slope, made=slope)
+    yield runs(tiles, "monetlite.cross_entropy_backward_", slope, slope, made=slope)
+    for name, _ in reversed(steps):
+        others = [made_up(slope.spec.dtype, count, classes)] if name == "tanh" else []
+        yield runs(tiles, "aten.clone.default", slope, *others, made=before[-1])
+        slope = before.pop()
+    if of_bias:
+        yield runs(tiles, "aten.sum.dim_IntList", slope, made=made_up(dtype, 1, classes))
+    for own, product in zip(rows, products, strict=True):
+        if product.of_rows:
+            yield runs(tiles, "aten.mm.default", slope, turned(product.matrix), made=own)
+        if product.order is not None:
+            yield from summed_product(turned(slope), own, tiles)
 
 
 def _tile_bytes(call: Call) -> int:
@@ -108,17 +130,10 @@ def _tile_bytes(call: Call) -> int:
     return max(most * of_tile, sizes[-1] * (of_tile + made)) + saved * of_tile + sums
 
 
-def _launches(call: Call) -> int:
-    tiles = call.args[8]
-    assert isinstance(tiles, int)
-    return 12 * tiles
-
-
 @function(
     "linear_cross_entropy",
-    like=_like_products,
     workspace_bytes=_tile_bytes,
-    launches=_launches,
+    kernels=_kernels,
     integers=_classes,
 )
 def linear_cross_entropy(

@@ -119,6 +119,10 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     registered = FUNCTIONS.get(call.target)
     launches = 1 if registered is None else registered.launches(call)
     own_bytes = 0 if registered is None else registered.workspace_bytes(call)
+    if registered is not None and registered.kernels is not None:
+        runs = registered.kernels(call)
+        each = ((run.times, estimate_call(run.call, device, run.written_bytes)) for run in runs)
+        return Cost(latency_ms=sum(times * cost.latency_ms for times, cost in each), workspace_bytes=own_bytes)
     if registered is not None and registered.like is not None:
         call, own = registered.like(call), call
         if registered.parts is not None:

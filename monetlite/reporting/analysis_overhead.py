@@ -44,7 +44,7 @@ class OverheadShare:
 def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
     """Shares of the difference between a schedule's latency and plain training's; they sum to it.
 
-    Operators are matched by name: another layout has others, such as conversions.
+    Operators are matched by name and family: another layout has others, such as conversions.
     """
     shares: list[OverheadShare] = []
     scheduled, plain = analysis.scheduled, analysis.plain
@@ -64,9 +64,10 @@ def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
                 )
             )
 
-    waiting: dict[str, tuple[int, int, float]] = {}
+    waiting: dict[tuple[str, str], tuple[int, int, float]] = {}
     for (index, choice), latency_ms in zip(plain.timeline.steps, plain.timeline.latencies_ms, strict=True):
-        waiting[plain.graph.operators[index].name] = (index, choice, latency_ms)
+        operator = plain.graph.operators[index]
+        waiting[operator.name, operator.family] = (index, choice, latency_ms)
     repeated: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     timeline = scheduled.timeline
     for (index, choice), latency_ms, again in zip(
@@ -75,7 +76,8 @@ def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
         if again:
             repeated[index, choice].append(latency_ms)
             continue
-        there = waiting.pop(scheduled.graph.operators[index].name, None)
+        operator = scheduled.graph.operators[index]
+        there = waiting.pop((operator.name, operator.family), None)
         if there is None:
             add(scheduled.profile, index, choice, Cause.ADDED, latency_ms)
             continue

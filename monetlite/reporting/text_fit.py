@@ -165,11 +165,11 @@ def _print_ways(console: Console, answer: CardFit) -> None:
         return
     console.print()
     heads = ["largest that fits", "batch"]
-    rows = [[kind, "not known" if of is None else _number(of.batch)] for kind, of in answer.limits.items()]
+    limits = [[kind, "not known" if of is None else _number(of.batch)] for kind, of in answer.limits.items()]
     if answer.length is not None:
         heads = [heads[0], f"batch × {answer.length} tokens", f"tokens × batch {answer.batch}"]
-        rows = [[*row, _length(of)] for row, of in zip(rows, answer.limits.values(), strict=True)]
-    console.print(figures_table(heads, rows, left=("largest that fits",)))
+        limits = [[*row, _length(of)] for row, of in zip(limits, answer.limits.values(), strict=True)]
+    console.print(figures_table(heads, limits, left=("largest that fits",)))
 
 
 def _number(size: int | None) -> str:

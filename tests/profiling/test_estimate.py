@@ -13,6 +13,8 @@ from monetlite.core.costs import Cost, ProfileKind
 from monetlite.core.devices import Efficiency, find_device
 from monetlite.core.errors import DeviceError
 from monetlite.core.graph import (
+    AS_TRACED,
+    TILED_ROWS,
     Call,
     Implementation,
     Operator,
@@ -24,6 +26,8 @@ from monetlite.core.graph import (
     Value,
     ValueKind,
 )
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.profiling import estimate, roofline
 from monetlite.profiling.estimate import estimate_call, estimate_profile, tensor_bytes
 
@@ -445,3 +449,54 @@ def test_attention_whose_operations_torch_counts_by_tensors_is_bound_by_memory()
     queries = [tensor(128, 4, 64, name=name) for name in "qkv"]
     flash = call("aten._flash_attention_forward.default", *queries, None, None, 128, 128, 0.0, False, False)
     assert estimate_call(flash, PERFECT, 0).latency_ms == pytest.approx(3 * 128 * 4 * 64 * 4 / 1e6)
+
+
+class Chain(nn.Module):
+    """An MLP of many small operators, which a chain of rows takes in, between others."""
+
+    def __init__(self, head=0):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.head = nn.Linear(256, head) if head else None
+
+    def forward(self, rows, targets=None):
+        inner = self.up(rows)
+        gate = 0.5 * inner * (1 + torch.tanh(0.8 * (inner + 0.04 * inner**3)))
+        made = rows + self.down(gate)
+        if self.head is None:
+            return made.square().sum()
+        return nn.functional.cross_entropy(self.head(made), targets)
+
+
+def in_layouts(model, *inputs):
+    graphs = [monetlite.trace(model, inputs, device="rtx-4090", layout=item) for item in (AS_TRACED, TILED_ROWS)]
+    return [monetlite.profile(graph, "rtx-4090") for graph in graphs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chain_in_one_tile_takes_as_long_as_its_operators_one_by_one(dtype):
+    traced, tiled = in_layouts(Chain().to(dtype), torch.zeros(8192, 256, dtype=dtype))
+    assert "row_chain" in {item.family for item in tiled.graph.operators}
+    one_by_one, chained = (simulate(item, plain_steps(item.graph)).latency_ms for item in (traced, tiled))
+    assert chained == pytest.approx(one_by_one, rel=0.05)
+
+
+def test_a_head_and_its_loss_take_as_long_as_their_operators_one_by_one():
+    rows, targets = torch.zeros(4096, 256), torch.zeros(4096, dtype=torch.int64)
+    traced, tiled = in_layouts(Chain(head=20_000), rows, targets)
+    assert "linear_cross_entropy" in {item.family for item in tiled.graph.operators}
+    one_by_one, chained = (simulate(item, plain_steps(item.graph)).latency_ms for item in (traced, tiled))
+    assert chained == pytest.approx(one_by_one, rel=0.1)
+
+
+def test_more_tiles_take_longer():
+    _, tiled = in_layouts(Chain(head=20_000), torch.zeros(4096, 256), torch.zeros(4096, dtype=torch.int64))
+    for operator, costs in zip(tiled.graph.operators, tiled.costs, strict=True):
+        if operator.family in ("row_chain", "linear_cross_entropy"):
+            tiles = [
+                cost.latency_ms
+                for item, cost in zip(operator.implementations, costs, strict=True)
+                if item.name.startswith("tiles_") and "inplace" not in item.name
+            ]
+            assert tiles == sorted(tiles)
+            assert tiles[0] >= costs[0].latency_ms
