@@ -42,8 +42,7 @@ from monetlite.core.errors import IllegalSchedule, SolverError, first_line
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.bounding.latency_bound import rounded_down
-from monetlite.solving.bounding.zero_one import ZeroOneProgram
+from monetlite.solving.bounding.zero_one import ZeroOneProgram, rounded_down
 from monetlite.solving.clock import now, on_the_wall
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Option, Problem
@@ -271,7 +270,8 @@ def solve_program(
             program.rows, program.boolean, program.upper, name, deadline, cutoff_ms=cutoff_ms
         )
         if margin == 0:
-            bound_ms = min(rounded_down(min(dual_ms, cutoff_ms)), _outside_ms(problem, passes))
+            inside_ms = rounded_down(min(dual_ms, cutoff_ms), program.rows.unit_ms(cutoff_ms))
+            bound_ms = min(inside_ms, _outside_ms(problem, passes))
         if values is None:
             break
         steps = program.steps(values)
@@ -313,15 +313,15 @@ def solve_rows(
     """
     import cvxpy
 
-    unit_ms = rows.unit_ms
-    cost = np.array(rows.cost_ms) / unit_ms
+    unit_ms, useful = rows.unit_ms(cutoff_ms), rows.useful(cutoff_ms)
+    cost = np.where(useful, rows.cost_ms, 0.0) / unit_ms
     x = cvxpy.Variable(cost.size, boolean=(np.array(boolean),))
     matrix, limit, equal = rows.matrix(), np.array(rows.limit), np.array(rows.equal)
     constraints = [
         matrix[~equal] @ x <= limit[~equal],
         matrix[equal] @ x == limit[equal],
         x >= 0,
-        x <= np.array(upper),
+        x <= np.where(useful, upper, 0.0),
     ]
     if math.isfinite(cutoff_ms):
         constraints.append(cost @ x <= cutoff_ms / unit_ms * (1 + 1e-7))

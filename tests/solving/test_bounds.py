@@ -1,12 +1,15 @@
 """Bounds are never above what the exhaustive search shows to be possible."""
 
+import math
 import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from oracle import judge
 from random_graphs import random_profile
 
 from monetlite.core.schedule import Status
@@ -18,6 +21,7 @@ from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import dual_bound_ms
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
+from monetlite.solving.program import solve_program
 
 GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "40"))
 """How many random graphs bounds are compared on with the optimum; thousands before a release."""
@@ -49,6 +53,46 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
             cutoff = rng.choice([float("inf"), best.latency_ms])
             tight, _ = integer_bound(bound.relaxation.program, seconds=10, cutoff_ms=cutoff)
             assert bound.lower_bound_ms * (1 - 1e-5) <= tight <= best.latency_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bounds_hold_beside_costs_that_no_schedule_can_pay(seed: int) -> None:
+    """Files of instances state that an operator can't be run again by what that costs."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, forward_operators=rng.randint(3, 6))
+    dear_ms = rng.choice([1e9, 1e12])
+    costs = tuple(
+        tuple(replace(cost, recompute_latency_ms=dear_ms) for cost in of) if rng.random() < 0.5 else of
+        for of in profile.costs
+    )
+    problem = Problem.of(replace(profile, costs=costs))
+    least = exhaustive_smallest_peak(problem).smallest_reached_bytes
+    assert least is not None
+    optimum_ms = exhaustive(problem, least).latency_ms
+    assert optimum_ms is not None
+    linear = latency_bound(problem, least, seconds=10)
+    for cutoff_ms in (math.inf, optimum_ms, 1.1 * optimum_ms + 1):
+        bound_ms, _ = integer_bound(linear.relaxation.program, seconds=10, cutoff_ms=cutoff_ms)
+        assert bound_ms <= optimum_ms * (1 + 1e-9)
+    if len(problem.graph.operators) <= 12:
+        for solver in ("SCIP", "HIGHS"):
+            found = solve_program(
+                problem, least, seconds=20, passes=2, cutoff_ms=1.1 * optimum_ms + 1, solver=solver
+            )
+            assert found.lower_bound_ms <= optimum_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_least_memory_holds_where_gradients_are_added_up(seed: int) -> None:
+    """An operator that reads and writes the same gradient holds it once."""
+    profile = random_profile(random.Random(seed), forward_operators=3, accumulating=True)
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
+    assert smallest.smallest_reached_steps is not None
+    judged = judge(profile, smallest.smallest_reached_steps)
+    assert judged is not None
+    assert judged[1] == smallest.smallest_reached_bytes
+    assert smallest_budget_bound(Problem.of(profile)) <= smallest.smallest_reached_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))

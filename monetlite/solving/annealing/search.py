@@ -106,7 +106,7 @@ def search(
         for steps in known:
             incumbent.offer(steps, METHOD)
         return
-    beginning = _begin(incumbent, known, tight)
+    beginning = _begin(incumbent, known, tight, deadline)
     if incumbent.latency_ms <= incumbent.problem.least_latency_ms * (1 + 1e-12):
         return
 
@@ -124,14 +124,16 @@ class _Beginning(NamedTuple):
     latency_ms: float
 
 
-def _begin(incumbent: Incumbent, known: Sequence[tuple[Step, ...]], tight: Integers | None) -> _Beginning:
+def _begin(
+    incumbent: Incumbent, known: Sequence[tuple[Step, ...]], tight: Integers | None, deadline: float
+) -> _Beginning:
     """Offer what is known already, with the implementations that suit the budget, and begin from the best."""
     flat, budget_bytes = flatten(incumbent.problem), incumbent.budget_bytes
     workspace = Workspace(flat, 0)
     candidates = [] if tight is None else [tight]
     candidates += [encode(flat, steps) for steps in known]
     for base in (keep_everything(flat), read_least(flat)):
-        candidates += [base, *Greedy(flat, budget_bytes, base=base).choices()]
+        candidates += [base, *Greedy(flat, budget_bytes, base=base, deadline=deadline).choices()]
     fitting: list[tuple[float, tuple[Step, ...], Integers]] = []
     for choices in candidates:
         steps = workspace.steps(choices, budget_bytes)

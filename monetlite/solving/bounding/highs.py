@@ -1,5 +1,6 @@
 """HiGHS through its own interface: for duals, bounds while it runs, and stopping it."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -10,11 +11,13 @@ from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.clock import on_the_wall
 
 
-def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: float) -> tuple[Any, float]:
+def loaded(
+    program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: float, cutoff_ms: float = math.inf
+) -> tuple[Any, float]:
     """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for.
 
     Args:
-        program: the rows; every column is between 0 and 1.
+        program: the rows; every column is between 0 and 1, and 0 if it costs more than the cutoff.
         integer: columns that are 0 or 1.
         seconds: its time limit.
     """
@@ -22,11 +25,11 @@ def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: f
     matrix = program.matrix()
     matrix.sum_duplicates()
     cost_ms, limit = np.array(program.cost_ms), np.array(program.limit)
-    unit_ms = program.unit_ms
+    unit_ms, useful = program.unit_ms(cutoff_ms), program.useful(cutoff_ms)
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = columns, rows
-    model.col_cost_ = cost_ms / unit_ms
-    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
+    model.col_cost_ = np.where(useful, cost_ms, 0.0) / unit_ms
+    model.col_lower_, model.col_upper_ = np.zeros(columns), useful.astype(np.float64)
     model.row_lower_ = np.where(program.equal, limit, -highspy.kHighsInf)
     model.row_upper_ = limit
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise

@@ -15,7 +15,7 @@ import numpy as np
 
 from monetlite.solving.bounding.highs import loaded
 from monetlite.solving.bounding.relaxation import Relaxation
-from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
+from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms, rounded_down
 from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
@@ -27,8 +27,6 @@ _HEURISTIC_EFFORT = 0.2
 """Part of the effort that goes to solutions, where somebody wants them; HiGHS's default is 0.05."""
 _RISE = 2e-5
 """Part of the bound by which it has to rise to be rising."""
-_BRANCH_AND_BOUND_ROUNDING = 2e-6
-"""Part of a branch-and-bound's dual bound that is given up for the solver's tolerances (1e-6)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,7 +130,8 @@ def integer_bound(
 
     The GIL is released while HiGHS runs; the callbacks are called from the same thread, with it held.
     """
-    highs, unit_ms = loaded(program, integer=range(len(program.cost_ms)), seconds=seconds)
+    every = range(len(program.cost_ms))
+    highs, unit_ms = loaded(program, integer=every, seconds=seconds, cutoff_ms=cutoff_ms)
     highs.setOptionValue("mip_heuristic_effort", 0.0 if on_solution is None else _HEURISTIC_EFFORT)
     # No gap is good enough.
     highs.setOptionValue("mip_rel_gap", 0.0)
@@ -161,7 +160,7 @@ def integer_bound(
                 event.interrupt()
                 return
             bound_ms = in_ms(float(event.data_out.mip_dual_bound))
-            on_bound(rounded_down(bound_ms))
+            on_bound(rounded_down(bound_ms, unit_ms))
             if stalled(bound_ms) or should_stop():
                 event.interrupt()
         except BaseException as error:
@@ -183,11 +182,6 @@ def integer_bound(
         raise raised[0]
     status = highs.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return rounded_down(cutoff_ms), True
+        return rounded_down(cutoff_ms, unit_ms), True
     bound_ms = min(in_ms(float(highs.getInfo().mip_dual_bound)), cutoff_ms)
-    return rounded_down(bound_ms), status == highspy.HighsModelStatus.kOptimal
-
-
-def rounded_down(bound_ms: float) -> float:
-    """A dual bound of branch and bound, less the solver's tolerances; the same if it is infinite."""
-    return bound_ms - _BRANCH_AND_BOUND_ROUNDING * abs(bound_ms) if math.isfinite(bound_ms) else bound_ms
+    return rounded_down(bound_ms, unit_ms), status == highspy.HighsModelStatus.kOptimal

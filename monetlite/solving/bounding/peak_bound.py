@@ -33,7 +33,7 @@ class CertainLifetimes:
         """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
         size = self.problem.size_bytes
         reads = sum(size[value] for value in option.reads - modelled if not self.pinned(value, at))
-        return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
+        return reads + sum(size[value] for value in option.writes - option.reads) + option.first_extra_bytes
 
 
 def certain_lifetimes(problem: Problem) -> CertainLifetimes:
@@ -122,7 +122,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
             [
                 (
                     option.reads,
-                    sum(problem.size_bytes[value] for value in option.writes if not problem.held[value])
+                    sum(problem.size_bytes[v] for v in option.writes - option.reads if not problem.held[v])
                     + min(option.first_extra_bytes, option.again_extra_bytes),
                 )
                 for option in problem.options[operator]

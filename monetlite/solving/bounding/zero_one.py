@@ -16,6 +16,9 @@ _ROUNDING = 1e-11
 
 _USUAL_COST = 1e4
 """Sum that costs are scaled to for a solver, whose tolerances on them are absolute."""
+_BRANCH_AND_BOUND_ROUNDING, _UNIT_ROUNDING = 2e-6, 1e-5
+"""Parts of a branch-and-bound's dual bound, and of a unit of its objective, that are given up for the solver's
+tolerances (1e-6)."""
 
 
 @dataclass
@@ -33,10 +36,16 @@ class ZeroOneProgram:
     _column_of: list[int] = field(default_factory=list)
     _entries: list[float] = field(default_factory=list)
 
-    @property
-    def unit_ms(self) -> float:
-        """Milliseconds that a unit of a solver's objective stands for."""
-        return float(np.abs(self.cost_ms).sum()) / _USUAL_COST or 1.0
+    def useful(self, cutoff_ms: float) -> npt.NDArray[np.bool_]:
+        """Columns that a solution within the cutoff may have: none that alone costs more."""
+        cost_ms: Floats = np.array(self.cost_ms, dtype=np.float64)
+        room_ms = cutoff_ms - self.constant_ms - float(np.minimum(cost_ms, 0.0).sum())
+        affordable: npt.NDArray[np.bool_] = cost_ms <= max(0.0, room_ms) * (1 + _BRANCH_AND_BOUND_ROUNDING)
+        return affordable
+
+    def unit_ms(self, cutoff_ms: float = math.inf) -> float:
+        """Milliseconds that a unit of a solver's objective stands for, of columns that are useful."""
+        return float(np.abs(self.cost_ms)[self.useful(cutoff_ms)].sum()) / _USUAL_COST or 1.0
 
     def column(self, cost_ms: float = 0.0) -> int:
         self.cost_ms.append(cost_ms)
@@ -70,3 +79,10 @@ def dual_bound_ms(program: ZeroOneProgram, multipliers: Floats) -> float:
     terms = [*np.minimum(reduced_ms, 0.0), *(-multipliers * np.array(program.limit)), program.constant_ms]
     magnitude = float(np.abs(terms).sum() + (abs(matrix).T @ np.abs(multipliers)).sum())
     return math.fsum(terms) - _ROUNDING * magnitude
+
+
+def rounded_down(bound_ms: float, unit_ms: float) -> float:
+    """A dual bound of branch and bound, less the solver's tolerances; the same if it is infinite."""
+    if not math.isfinite(bound_ms):
+        return bound_ms
+    return bound_ms - _BRANCH_AND_BOUND_ROUNDING * abs(bound_ms) - _UNIT_ROUNDING * unit_ms
