@@ -111,7 +111,7 @@ def _backward(
     builder: "_Builder",
     forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
     *,
-    accumulating: bool,
+    accumulating: bool = False,
 ) -> None:
     """One backward operator for each forward operator (two now and then), in reverse order."""
     rng = builder.rng
