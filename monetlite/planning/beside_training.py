@@ -67,9 +67,11 @@ class PlanningBesideTraining:
     ) -> None:
         self._budget, self._pricing, self._solving, self._step = budget, pricing, solving, step
         self._graphs = graphs
+        self._less_bytes = 0
         measured = [measured_here(graph, pricing) for graph in graphs]
+        room_bytes = self._room_bytes()
         self._measurements = [
-            Measurement(graph, device, tolerance=solving.tolerance)
+            Measurement(graph, device, tolerance=solving.tolerance, room_bytes=room_bytes)
             for graph, device in zip(graphs, measured, strict=True)
             if device is not None
         ]
@@ -77,7 +79,6 @@ class PlanningBesideTraining:
         self._first: Schedule | None = None
         self._seconds = 0.0
         self._credit_seconds = 0.0  # time that measuring may take between steps
-        self._less_bytes = 0
         self.finished = False
         self.told: list[str] = []
 
@@ -125,9 +126,18 @@ class PlanningBesideTraining:
 
     def _rough(self) -> list[Profile]:
         """Costs of one run each: of the default implementations, and of others unless plain training may fit."""
-        others = not self._plain_fits(self._steps([without_costs(graph) for graph in self._graphs])[0])
+        others = not self._plain_fits(self._without_costs())
         seconds = ROUGH_SECONDS[others] / max(1, len(self._measurements))
         return [item.rough_profile(seconds, alternatives=others) for item in self._measurements]
+
+    def _without_costs(self) -> Profile:
+        return self._steps([without_costs(graph) for graph in self._graphs])[0]
+
+    def _room_bytes(self) -> int:
+        """What the budget leaves beside weights, inputs and the optimizer's state."""
+        profile = self._without_costs()
+        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        return parse_budget(self._budget, plain_bytes) - profile.graph.resident.total
 
     def _plain_fits(self, profile: Profile) -> bool:
         plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
@@ -225,7 +235,9 @@ class PlanningBesideTraining:
         self._seconds += time.monotonic() - began
         if all(item.done == item.total for item in self._measurements):
             calls = sum(item.total for item in self._measurements)
-            self.told.append(f"measured {calls} operators in {self._seconds:.1f} s")
+            large = sum(item.too_large for item in self._measurements)
+            left_out = f"; {large} need more than the budget alone, and are not measured" if large else ""
+            self.told.append(f"measured {calls} operators in {self._seconds:.1f} s{left_out}")
 
     def _estimated(self) -> list[Profile]:
         return [price(graph, PricingOptions(device=self._pricing.device), self._solving) for graph in self._graphs]

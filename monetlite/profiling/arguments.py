@@ -11,6 +11,7 @@ from monetlite.fx.call_encoding import decode_argument
 from monetlite.operators import resolve
 from monetlite.operators.implementations import FUNCTIONS
 from monetlite.operators.regions import is_region
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import aten_name, is_known, traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
@@ -34,9 +35,7 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     most_true = _most_true(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
-    extent: dict[tuple[int | None, str], int] = defaultdict(int)
-    for ref in call.tensors():
-        extent[_key(ref)] = max(extent[_key(ref)], _extent(ref))
+    extent = _extents(call)
 
     def make(ref: TensorRef) -> torch.Tensor:
         dtype = torch.float32 if ref.node in wide else getattr(torch, ref.spec.dtype)
@@ -153,6 +152,21 @@ def _contents(elements: int, dtype: torch.dtype, device: str, bound: int | None,
 
 def _key(ref: TensorRef) -> tuple[int | None, str]:
     return ref.value, "" if ref.value is not None else ref.node
+
+
+def arguments_bytes(call: Call) -> int:
+    """Memory of the arguments that `make_arguments` makes."""
+    extent = _extents(call)
+    item = {_key(ref): item_bytes(ref.spec.dtype) for ref in call.tensors()}
+    return sum(count * item[key] for key, count in extent.items())
+
+
+def _extents(call: Call) -> dict[tuple[int | None, str], int]:
+    """Elements of each storage that a call's tensors are in."""
+    extent: dict[tuple[int | None, str], int] = defaultdict(int)
+    for ref in call.tensors():
+        extent[_key(ref)] = max(extent[_key(ref)], _extent(ref))
+    return extent
 
 
 def _extent(ref: TensorRef) -> int:

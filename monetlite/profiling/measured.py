@@ -17,6 +17,7 @@ from monetlite.core.errors import CompileError, MonetliteError, ProfileError, fi
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.convolution import in_tf32
+from monetlite.operators.implementations import FUNCTIONS
 from monetlite.operators.program_calls import prepared
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
@@ -24,7 +25,7 @@ from monetlite.operators.regions import is_compiled
 from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.allocated import forget_growths
-from monetlite.profiling.arguments import depends_on_contents, make_arguments
+from monetlite.profiling.arguments import arguments_bytes, depends_on_contents, make_arguments
 from monetlite.profiling.busy_cores import warn_if_busy
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
@@ -76,18 +77,25 @@ class Measurement:
     Costs that the cache has are measured again, and that is told, if the slowest of them now take much less: other
     programs used the machine then.
 
+    Beside training, nothing is measured that takes more than the budget leaves: no schedule runs it. Of such calls,
+    defaults cost what others of their family do, by the bytes that they move.
+
     Args:
         graph, device, tolerance: as in `measure_profile`.
+        room_bytes: the most that a call may take with its operands.
 
     Attributes:
-        total: number of distinct calls.
+        total: number of distinct calls to measure.
         done: number of those that are measured.
+        too_large: number of those that take more than the room.
 
     Raises:
         DeviceError: this machine has no such device.
     """
 
-    def __init__(self, graph: OperatorGraph, device: str, *, tolerance: float | None = None) -> None:
+    def __init__(
+        self, graph: OperatorGraph, device: str, *, tolerance: float | None = None, room_bytes: float = math.inf
+    ) -> None:
         self._meter = meter_for(device)
         graph = graph.available(device)
         if convolves_in_tf32(device):
@@ -97,13 +105,21 @@ class Measurement:
             graph = graph.restricted(lambda item: item.tolerance <= tolerance)
         self._graph = graph
         self._cache = CostCache(self._meter.environment())
-        self._candidates = _candidates(graph)
+        self._room_bytes = room_bytes
+        every = _candidates(graph)
+        self._candidates = self._fitting(every)
         self._costs: dict[str, Cost] = {}
         self._too_large: list[str] = []
         self._not_compiled: list[str] = []
         self._rechecked = self._unknown = self._busy = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
+        self.too_large = len(every) - self.total
+
+    def _fitting(self, candidates: "dict[str, _MeasuredCall]") -> "dict[str, _MeasuredCall]":
+        """Those that don't take more than the room."""
+        room_bytes, device = self._room_bytes, self._meter.device
+        return {signature: item for signature, item in candidates.items() if item.alone_bytes(device) <= room_bytes}
 
     @property
     def done(self) -> int:
@@ -144,7 +160,7 @@ class Measurement:
                         for signature, candidate in self._candidates.items()
                         if self._cache.get(signature) is None
                     )
-                    _recheck(self._candidates, self._cache, self._meter)
+                    _recheck(self._candidates, self._cache, self._meter, self._room_bytes)
                     self._rechecked = True
                 while self._waiting and time.monotonic() < end:
                     try:
@@ -172,7 +188,7 @@ class Measurement:
         candidate, cost = self._candidates[signature], self._cache.get(signature)
         try:
             if cost is None:
-                cost = _measure(candidate, self._meter)
+                cost = _measure(candidate, self._meter, self._room_bytes)
                 self._cache.put(signature, cost)
             self._costs[signature] = cost
         except MonetliteError as error:
@@ -201,28 +217,18 @@ class Measurement:
         large = _LARGE * max(moved.values(), default=0)
         decisive = {item for item in candidates if candidates[item].needed and moved[item] >= large}
         costs: dict[str, Cost] = {}
+        fitting = self._fitting(candidates)
         with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
             for signature in sorted(candidates, key=lambda item: (item not in decisive, -moved[item])):
                 key = self._meter.device, signature
                 cost = self._cache.get(signature) or _rough.get(key)
-                if cost is None and (signature in decisive or time.monotonic() < end):
+                soon = signature in decisive or time.monotonic() < end
+                if cost is None and soon and signature in fitting:
                     with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
                         cost = _rough[key] = _cost(candidates[signature], self._meter, rough=True)
                 if cost is not None:
                     costs[signature] = cost
-        known = {
-            signature: (family_of(candidates[signature].call.target), cost) for signature, cost in costs.items()
-        }
-        for signature in {item for item in candidates if candidates[item].needed} - costs.keys():
-            family, size = family_of(candidates[signature].call.target), moved[signature]
-            alike = [item for item in known if known[item][0] == family]
-            ms = sorted(known[item][1].latency_ms / max(1, moved[item]) for item in alike or known)
-            workspace = [known[item][1].workspace_bytes / max(1, moved[item]) for item in alike]
-            costs[signature] = Cost(
-                latency_ms=size * (ms[len(ms) // 2] if ms else 0.0),
-                workspace_bytes=math.ceil(size * max(workspace, default=0.0)),
-            )
-        return on_front(self._priced(_of_known_costs(graph, costs), costs))
+        return on_front(self._priced(graph, candidates, costs))
 
     def profile(self) -> Profile:
         """The profile of all costs, once all calls are measured."""
@@ -238,11 +244,19 @@ class Measurement:
                 f"Inductor can't compile {len(self._not_compiled)} implementations of regions of operators, which "
                 f"are left out: {_listed(self._not_compiled)}. Those regions run in their other ways"
             )
-        graph, costs = self._graph, self._costs
-        return on_front(self._priced(_of_known_costs(graph, costs), costs))
+        every = _candidates(self._graph)
+        cached = {signature: cost for signature in every if (cost := self._cache.get(signature)) is not None}
+        return on_front(self._priced(self._graph, every, cached | self._costs))
 
-    def _priced(self, graph: OperatorGraph, costs: Mapping[str, Cost]) -> Profile:
-        graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, self._meter)))
+    def _priced(
+        self, graph: OperatorGraph, candidates: "Mapping[str, _MeasuredCall]", measured: Mapping[str, Cost]
+    ) -> Profile:
+        """The defaults, and the implementations whose costs are known."""
+        costs = dict(measured) | dict(_by_family(candidates, measured))
+        graph = _of_known_costs(graph, costs)
+        graph = replace(
+            graph, resident=replace(graph.resident, libraries=_library_bytes(graph, self._meter, self._room_bytes))
+        )
 
         def cost_of(item: Implementation) -> Cost:
             found = [costs[call.signature] for call in _calls(graph, item)]
@@ -264,6 +278,25 @@ class Measurement:
             kind=ProfileKind.MEASURED,
             costs=tuple(tuple(cost_of(item) for item in operator.implementations) for operator in graph.operators),
             environment=dict(self._meter.environment()),
+        )
+
+
+def _by_family(candidates: "Mapping[str, _MeasuredCall]", costs: Mapping[str, Cost]) -> Iterator[tuple[str, Cost]]:
+    """Costs of defaults that were not measured: what others of their family cost, by the bytes that they move."""
+    moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
+    known = {signature: family_of(candidates[signature].call.target) for signature in costs if signature in moved}
+    for signature, candidate in candidates.items():
+        if not candidate.needed or signature in costs:
+            continue
+        alike = [item for item, family in known.items() if family == family_of(candidate.call.target)]
+        ms = sorted(costs[item].latency_ms / max(1, moved[item]) for item in alike or known)
+        workspace = max((costs[item].workspace_bytes / max(1, moved[item]) for item in alike), default=0.0)
+        yield (
+            signature,
+            Cost(
+                latency_ms=moved[signature] * (ms[len(ms) // 2] if ms else 0.0),
+                workspace_bytes=max(math.ceil(moved[signature] * workspace), candidate.own_bytes),
+            ),
         )
 
 
@@ -340,6 +373,20 @@ class _MeasuredCall:
     def signature(self) -> str:
         return f"{self.call.signature} {self.result_bytes}"
 
+    @property
+    def own_bytes(self) -> int:
+        """Memory for itself, of functions that say it for a GPU."""
+        registered = FUNCTIONS.get(self.call.target)
+        return 0 if registered is None else registered.workspace_bytes(self.call)
+
+    def alone_bytes(self, device: str) -> int:
+        """Memory that it takes at the least, its operands included.
+
+        On a CPU, functions in parts may take less for themselves than they say; no default is one of these.
+        """
+        says = self.needed or device == "cuda"
+        return arguments_bytes(self.call) + self.result_bytes + (self.own_bytes if says else 0)
+
 
 def _candidates(graph: OperatorGraph) -> dict[str, _MeasuredCall]:
     """Calls to measure, by signature."""
@@ -374,14 +421,15 @@ def _calls(graph: OperatorGraph, item: Implementation) -> Iterator[_MeasuredCall
             yield _MeasuredCall(call=call, result_bytes=written - overwritten)
 
 
-def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Meter) -> None:
+def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Meter, room_bytes: float) -> None:
     """Forget the costs of these calls that the cache has, if they were measured while other work ran."""
     known = {signature: cost for signature in candidates if (cost := cache.get(signature)) is not None}
 
     def latency_ms(signature: str) -> float:
+        room = room_bytes - candidates[signature].alone_bytes(meter.device) - known[signature].workspace_bytes
         try:
             with _callable(candidates[signature].call, meter.device) as (call, recent):
-                return meter.latency_ms(call, recent)
+                return meter.latency_ms(call, recent, room)
         except (RuntimeError, MemoryError):  # out of memory beside what is there now: the known cost stays
             return math.inf
 
@@ -397,15 +445,15 @@ class _OutOfMemory(ProfileError):
     """A call that did not fit beside what else is in memory."""
 
 
-def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
+def _measure(candidate: _MeasuredCall, meter: Meter, room_bytes: float) -> Cost:
     try:
         try:
-            return _cost(candidate, meter)
+            return _cost(candidate, meter, room_bytes)
         except (RuntimeError, IndexError) as error:
             if is_out_of_memory(error) or isinstance(error, CompileError):
                 raise
             try:
-                return _cost(candidate, meter, fractions=True)
+                return _cost(candidate, meter, room_bytes, fractions=True)
             except RuntimeError:
                 raise error from None
     except CompileError:
@@ -426,7 +474,14 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
         gc.collect(0)
 
 
-def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
+def _cost(
+    measured: _MeasuredCall,
+    meter: Meter,
+    room_bytes: float = math.inf,
+    *,
+    fractions: bool = False,
+    rough: bool = False,
+) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
         if meter.device == "cuda" or is_compiled(measured.call.target):
             call()  # has libraries allocate what they keep, or compiles, and tunes with memory of its own
@@ -434,7 +489,8 @@ def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rou
         growth_bytes = meter.growth_bytes(lambda: taken_ms.append(meter.once_ms(call)))
         if rough and len(taken_ms) < 2:
             taken_ms.append(meter.once_ms(call))  # without what the first run has to load
-        latency_ms = min(taken_ms) if rough else meter.latency_ms(call, recent)
+        room = room_bytes - arguments_bytes(measured.call) - growth_bytes
+        latency_ms = min(taken_ms) if rough else meter.latency_ms(call, recent, room)
         host_ms = 0.0 if rough else meter.host_ms(call)
         workspace_bytes = max(0, growth_bytes - measured.result_bytes)
         return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes, host_ms=host_ms)
@@ -461,7 +517,7 @@ def _callable(
         )
 
 
-def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
+def _library_bytes(graph: OperatorGraph, meter: Meter, room_bytes: float) -> int:
     """Memory that libraries keep between the calls of a step, in bytes.
 
     cuBLAS keeps workspaces for each thread that calls it, and autograd runs the backward part in another thread
@@ -472,7 +528,7 @@ def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
     for phase in Phase:
         for operator in graph.operators:
             for item in _calls(graph, operator.implementations[0]) if operator.phase is phase else ():
-                if traits_of(item.call.target).runs_on_cublas:
+                if traits_of(item.call.target).runs_on_cublas and item.alone_bytes(meter.device) <= room_bytes:
                     of_kind.setdefault(item.call.target, item.call)
         total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
     return total

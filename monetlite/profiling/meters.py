@@ -1,6 +1,7 @@
 """Latency and workspace of single calls, measured on the CPU or on a GPU."""
 
 import contextlib
+import math
 import platform
 import re
 import statistics
@@ -43,21 +44,25 @@ class CpuMeter:
     device = "cpu"
 
     def __init__(self) -> None:
-        self._other = torch.empty(_cache_bytes(), dtype=torch.uint8)
+        self._cache_bytes = _cache_bytes()
 
-    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
+    def latency_ms(
+        self, run: Callable[[], Any], recent: torch.Tensor | None = None, room_bytes: float = math.inf
+    ) -> float:
         """Median latency of a call after a warm-up, in ms, with empty caches.
 
         Args:
             run: the call.
             recent: the argument that may be in a cache when it begins: the result of the operator before it.
+            room_bytes: the most memory to empty caches with. Training has no more, in the midst of which it is.
         """
+        other = torch.empty(_within(self._cache_bytes, room_bytes), dtype=torch.uint8)
         run()
         times: list[float] = []
         undisturbed: list[float] = []
         began = time.perf_counter()
         while len(times) < MAX_RUNS and (len(undisturbed) < MIN_RUNS or time.perf_counter() - began < MIN_SECONDS):
-            self._other.fill_(1)
+            other.fill_(1)
             _touch(recent)
             faults, start = page_faults(), time.perf_counter()
             run()
@@ -117,7 +122,9 @@ class CudaMeter:
             )
         self._cache_bytes = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MAX_CACHE_BYTES
 
-    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
+    def latency_ms(
+        self, run: Callable[[], Any], recent: torch.Tensor | None = None, room_bytes: float = math.inf
+    ) -> float:
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -126,7 +133,7 @@ class CudaMeter:
         # In a step the host is ahead of the GPU. Here the GPU is held up until the host has queued the call.
         cycles = int(GPU_CYCLES_PER_SECOND * max(MIN_SECONDS_AHEAD, 2 * (time.perf_counter() - began)))
         times: list[float] = []
-        other = self._other()  # kept no longer than this: training that goes on meanwhile has no room for it
+        other = torch.empty(_within(2 * self._cache_bytes, room_bytes), dtype=torch.uint8, device="cuda")
         began = time.perf_counter()
         while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_SECONDS and len(times) < MAX_RUNS):
             other.zero_()
@@ -136,10 +143,6 @@ class CudaMeter:
 
     def once_ms(self, run: Callable[[], Any]) -> float:
         return _gpu_ms(run, int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
-
-    def _other(self) -> torch.Tensor:
-        """Memory that fills the cache."""
-        return torch.empty(2 * self._cache_bytes, dtype=torch.uint8, device="cuda")
 
     def host_ms(self, run: Callable[[], Any]) -> float:
         times: list[float] = []
@@ -197,6 +200,11 @@ def driver_version() -> str:
         if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", line):
             return found.group()
     return nvidia_smi("driver_version").partition("\n")[0]
+
+
+def _within(cache_bytes: int, room_bytes: float) -> int:
+    """Memory to empty a cache with."""
+    return int(max(0, min(cache_bytes, room_bytes)))
 
 
 def _touch(tensor: torch.Tensor | None) -> None:

@@ -20,7 +20,7 @@ class SlowMeter:
     def __init__(self):
         self.measured, self.busy = 0, 1.0
 
-    def latency_ms(self, run, recent=None):
+    def latency_ms(self, run, recent=None, room_bytes=0):
         run()
         self.measured += 1
         return 10.0 * self.busy
@@ -116,7 +116,7 @@ def test_costs_are_checked_once_in_a_process(graph, meter):
 def test_a_call_that_no_longer_fits_beside_the_rest_keeps_its_cost(graph, meter, monkeypatch):
     monetlite.profile(graph, "cpu")
 
-    def full(run, recent=None):
+    def full(run, recent=None, room_bytes=0):
         raise MemoryError
 
     monkeypatch.setattr(meter, "latency_ms", full)

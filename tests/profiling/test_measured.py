@@ -59,7 +59,7 @@ class CountingMeter:
     def __init__(self):
         self.measured = 0
 
-    def latency_ms(self, run, recent=None):
+    def latency_ms(self, run, recent=None, room_bytes=0):
         run()
         self.measured += 1
         return self.measured / 1000
@@ -371,7 +371,8 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
         def __del__(self):
             did.append("free")
 
-    meter._other = Scratch
+    meter._cache_bytes = 2**20
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Scratch())
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("hold") if cycles >= 100_000 else None)
@@ -516,3 +517,57 @@ def test_unknown_optimizers_and_devices(graph, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="no GPU that torch can use"):
         meters.meter_for("cuda")
+
+
+class Words(nn.Module):
+    """A large head, whose loss takes the memory of three tensors of logits as torch runs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(3000, 32), nn.Linear(32, 32), nn.Linear(32, 3000)
+
+    def forward(self, tokens, targets):
+        return nn.functional.cross_entropy(self.head(torch.relu(self.inner(self.words(tokens)))), targets)
+
+
+@pytest.mark.parametrize("room_bytes", [2**18, 0, -5])
+def test_caches_are_emptied_by_no_more_than_the_room(room_bytes):
+    meter, run = meters.CpuMeter(), torch.zeros(4).sum
+    whole = peak_growth_bytes(lambda: meter.latency_ms(run))
+    assert whole > 2**19
+    assert peak_growth_bytes(lambda: meter.latency_ms(run, None, room_bytes)) <= max(0, room_bytes) + 2**12
+
+
+def test_nothing_is_measured_that_takes_more_than_the_room(monkeypatch):
+    drawn = torch.randint(0, 3000, (256,))
+    traced = monetlite.trace(Words(), (drawn, drawn))
+    logits_bytes = 256 * 3000 * 4
+    room_bytes = int(2.5 * logits_bytes)
+    measured_bytes, emptied_bytes = [], []
+
+    class Meter(CountingMeter):
+        def latency_ms(self, run, recent=None, room_bytes=0):
+            measured_bytes.append(self.growth_bytes(run))
+            emptied_bytes.append(room_bytes)
+            return super().latency_ms(run)
+
+        def growth_bytes(self, run):
+            return peak_growth_bytes(run)
+
+        def once_ms(self, run):
+            run()
+            return 1.0
+
+    monkeypatch.setattr(measured, "meter_for", lambda _: Meter())
+    measurement = measured.Measurement(traced, "cpu", room_bytes=room_bytes)
+    measurement.run()
+    profile = measurement.profile()
+    assert measurement.too_large > 0
+    assert measured_bytes
+    assert max(measured_bytes) < room_bytes
+    assert max(emptied_bytes) < room_bytes
+    families = {item.family: at for at, item in enumerate(profile.graph.operators)}
+    loss = profile.costs[families["cross_entropy_backward"]]
+    assert len(loss) > 1, "its leaner ways are there"
+    assert loss[0].workspace_bytes >= logits_bytes
+    assert loss[0].latency_ms > 0

@@ -29,7 +29,7 @@ class SmallDevice:
         self.measured = 0
         self.kept = []
 
-    def latency_ms(self, run, recent=None):
+    def latency_ms(self, run, recent=None, room_bytes=0):
         run()
         self.measured += 1
         if self.refused(self.measured):

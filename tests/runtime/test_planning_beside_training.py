@@ -17,6 +17,7 @@ from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.refinement import StepClock
+from monetlite.runtime.serving import own_bytes
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
 
@@ -241,3 +242,21 @@ def test_what_is_done_between_steps_counts_as_one_step_more_at_most(monkeypatch)
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     clock = StepClock()
     assert [clock.border() for _ in range(4)] == [0.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+def test_measuring_beside_training_has_the_room_that_the_budget_leaves(optimizer, monkeypatch):
+    rooms = []
+
+    class Noted(Measurement):
+        def __init__(self, graph, device, **given):
+            rooms.append(given["room_bytes"])
+            super().__init__(graph, device, **given)
+
+    monkeypatch.setattr(beside_training, "Measurement", Noted)
+    model, image = SmallCNN(), torch.randn(4, 3, 32, 32)
+    monetlite.within(model, budget="50MB", optimizer=optimizer)
+    model(image).sum().backward()
+    weights = own_bytes(model.parameters())
+    states = 2 * weights if optimizer else 0
+    assert rooms == [50_000_000 - own_bytes([*model.parameters(), *model.buffers(), image]) - states]
