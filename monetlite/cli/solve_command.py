@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import click
@@ -21,8 +22,9 @@ from monetlite.cli.running import check_writable, command, only_for, suggested, 
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
+from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import PricingOptions, SolvingOptions, allowing_compiled
+from monetlite.core.options import REORDERED_SUMS, PricingOptions, SolvingOptions, allowing_compiled
 
 FIRST_BATCH = 32
 """Batch to begin from."""
@@ -163,21 +165,26 @@ def find_largest_batch(
     from monetlite.planning.batches import largest_batch
     from monetlite.reporting.text_solve import batches_facts, print_batches
 
-    def priced(batch: int) -> Profile:
-        _, (profile,) = price_layouts(replace(choice, batch=batch), pricing, terminal, solving=solving)
-        return profile
+    # Rows in tiles can do all that the step as it is does, and less memory is what the largest batch takes.
+    layouts = [AS_TRACED] if solving.tolerance < REORDERED_SUMS else [AS_TRACED, TILED_ROWS]
+
+    @cache
+    def priced(batch: int) -> list[Profile]:
+        _, profiles = price_layouts(replace(choice, batch=batch), pricing, terminal, layouts, solving)
+        return profiles
 
     def progress(batch: int, found: str) -> None:
         click.echo(f"{time.monotonic() - began:4.0f} s  batch {batch}: {found}", err=True)
 
     began = time.monotonic()
     found = largest_batch(
-        priced,
+        lambda batch: priced(batch)[-1],
         parse_budget(budget),
         solving,
         first=choice.batch or FIRST_BATCH,
         step=multiple_of,
         progress=progress,
+        price_plain=lambda batch: priced(batch)[0],
     )
     if terminal.as_json:
         terminal.print_json(batches_facts(found))

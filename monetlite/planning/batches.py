@@ -101,6 +101,7 @@ def largest_batch(
     first: int,
     step: int = 1,
     progress: Callable[[int, str], None] | None = None,
+    price_plain: Callable[[int], Profile] | None = None,
 ) -> BatchLimit:
     """Find the largest batch that fits a budget, and the throughput of batches up to it.
 
@@ -111,6 +112,7 @@ def largest_batch(
         first: the batch to begin from.
         step: look at multiples of this only.
         progress: called with a batch and what was found of it.
+        price_plain: the same as `price` for plain training, where schedules are of another layout of the step.
 
     Raises:
         InfeasibleBudget: not even the smallest batch fits.
@@ -119,7 +121,10 @@ def largest_batch(
     """
     deadline = time.monotonic() + options.time_limit
     first = max(step, min(first, MAX_BATCH) // step * step)
-    prober = _Prober(price, budget_bytes, options, step, progress or (lambda batch, found: None))
+    plain = None
+    if price_plain is not None:
+        plain = _Prober(price_plain, budget_bytes, options, step, lambda batch, found: None)
+    prober = _Prober(price, budget_bytes, options, step, progress or (lambda batch, found: None), plain)
     for _ in range(MAX_CORRECTIONS):
         possible = prober.largest_possible(first)
         plain_largest = prober.largest_of_plain(possible)
@@ -165,6 +170,8 @@ class _Prober:
     options: SolvingOptions
     step: int
     tell: Callable[[int, str], None]
+    plain: "_Prober | None" = None
+    """That of plain training, where it is of another layout."""
     traced: dict[int, Profile] = field(default_factory=dict)
     seconds: float = 0.0
     """Time of all traces."""
@@ -203,6 +210,8 @@ class _Prober:
         self.tell(batch, "tracing")
         began = time.monotonic()
         profile = self.price(batch)
+        if self.plain is not None:
+            self.plain.trace(batch)
         if self.options.reserved:
             refuse_without_gpu(profile)
         self.traced[batch] = self.options.allowed(profile)
@@ -220,8 +229,9 @@ class _Prober:
         if batch in self.traced:  # by looking at it
             return False
         fitted = self._fits(batch)
-        for known in (self.bound_bytes, self.plain_bytes):
-            known.pop(batch, None)
+        for one in [self] if self.plain is None else [self, self.plain]:
+            for known in (one.bound_bytes, one.plain_bytes):
+                known.pop(batch, None)
         return same_step(expected, self.trace(batch)) and self._fits(batch) == fitted
 
     def _takes_bytes(self, batch: int, steps: Sequence[Step]) -> int:
@@ -230,6 +240,8 @@ class _Prober:
         return least_limit(profile, steps) if self.options.reserved else simulate(profile, steps).peak_bytes
 
     def _plain_fits(self, batch: int) -> bool:
+        if self.plain is not None:
+            return self.plain._plain_fits(batch)
         if batch not in self.plain_bytes:
             self.plain_bytes[batch] = self._takes_bytes(batch, plain_steps(self.profile(batch).graph))
         return self.plain_bytes[batch] <= self.budget_bytes
@@ -262,11 +274,15 @@ class _Prober:
     def largest_of_plain(self, most: int) -> int:
         """The largest batch that plain training fits, of those up to `most`."""
         guess = partial(self._guess, self.plain_bytes)
+        if self.plain is not None:
+            return self.plain.largest_of_plain(most)
         return _bisect(most, self.step, self._plain_fits, guess) if most else 0
 
     def smallest_impossible(self) -> int | None:
         """The smallest batch that was traced, and that a bound rules out."""
-        return min((batch for batch in self.traced if not self._possible(batch)), default=None)
+        layouts = [self] if self.plain is None else [self, self.plain]
+        ruled_out = (batch for batch in self.traced if not any(one._possible(batch) for one in layouts))
+        return min(ruled_out, default=None)
 
     def search(self, low: int, high: int, seconds: float) -> int:
         """The largest batch up to `high` that a schedule fits; `low` is known to fit, unless it is 0."""
@@ -331,7 +347,8 @@ class _Prober:
 
         batch = self.step
         proven = not self._possible(batch)
-        needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, self.plain_bytes[batch])
+        plain_bytes = (self.plain or self).plain_bytes
+        needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, plain_bytes[batch])
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
         profile = self.profile(batch)
         steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
@@ -352,14 +369,14 @@ class _Prober:
         Raises:
             InfeasibleBudget: no schedule was found.
         """
-        profile = self.profile(batch)
-        plain = simulate(profile, plain_steps(profile.graph))
+        profile, of_plain = self.profile(batch), (self.plain or self).profile(batch)
+        plain = simulate(of_plain, plain_steps(of_plain.graph))
         if self._plain_fits(batch):
             return BatchPoint(
                 batch=batch,
                 peak_bytes=plain.peak_bytes,
                 latency_ms=plain.latency_ms,
-                reserved_bytes=self.plain_bytes[batch] if self.options.reserved else None,
+                reserved_bytes=(self.plain or self).plain_bytes[batch] if self.options.reserved else None,
                 schedule=None,
                 overhead=0.0,
             )

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 
 import commands
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -18,6 +19,7 @@ import monetlite
 from monetlite.allocator import reserve
 from monetlite.core.costs import Cost
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
+from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -265,3 +267,40 @@ def test_nothing_is_reserved_on_a_cpu():
             first=8,
             options=SolvingOptions(reserved=True, time_limit=1),
         )
+
+
+class Words(nn.Module):
+    """A head whose logits are the largest of the step, and its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(2000, 32), nn.Linear(32, 2000)
+
+    def forward(self, tokens, targets):
+        return nn.functional.cross_entropy(self.head(torch.relu(self.words(tokens))), targets)
+
+
+@functools.cache
+def price_words(batch, layout):
+    drawn = torch.zeros(64 * batch, dtype=torch.int64)
+    return monetlite.profile(monetlite.trace(Words(), (drawn, drawn), layout=layout), "rtx-3090")
+
+
+def test_tiles_are_compared_with_plain_training_as_it_is():
+    def price_plain(batch):
+        return price_words(batch, AS_TRACED)
+
+    options, budget_bytes = SolvingOptions(time_limit=2, tolerance=1e-5), 16_000_000
+    alone = largest_batch(price_plain, budget_bytes, options, first=8)
+    found = largest_batch(
+        lambda batch: price_words(batch, TILED_ROWS), budget_bytes, options, first=8, price_plain=price_plain
+    )
+    assert found.largest > 2 * alone.largest
+    assert found.plain_largest == alone.plain_largest
+    last = found.points[-1]
+    of_plain = price_plain(last.batch)
+    plain_ms = simulate(of_plain, plain_steps(of_plain.graph)).latency_ms
+    assert last.batch == found.largest
+    assert last.schedule.layout == TILED_ROWS
+    assert last.overhead == pytest.approx(last.latency_ms / plain_ms - 1)
+    assert found.proven_impossible is None or found.proven_impossible > found.largest
