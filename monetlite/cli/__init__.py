@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 usage (a bad option, budget, model or device, or a file th
 
 import io
 import os
+import signal
 import sys
 import threading
 from typing import Any, TextIO
@@ -100,6 +101,7 @@ def run() -> None:
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         at_once = isinstance(left, CommandInterrupted)  # Python would end by a signal in place of the code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; Python would end by the signal in place of the code
     for stream in streams:
         stream.flush()
     if lost := next((stream.buffer.raw.lost for stream in streams if stream.buffer.raw.lost), None):

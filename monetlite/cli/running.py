@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ def command(
         def callback(as_json: bool, debug: bool, force: bool = False, **given: Any) -> None:
             if now:
                 click.echo(f"monetlite: `{name}` is now `monetlite {now}`", err=True)
-            guard(lambda: function(Terminal(as_json), **_grouped(function, given)), debug, keeps_best=keeps_best)
+            terminal = Terminal(as_json)
+            run = partial(function, terminal, **_grouped(function, given))
+            guard(run, debug, keeps_best=keeps_best, terminal=terminal)
 
         callback.__doc__ = getattr(function, "func", function).__doc__
         made = click.command(name, cls=_Command, hidden=bool(now))(with_options(*options, *_COMMON)(callback))
@@ -144,7 +147,9 @@ def _grouped(function: Callable[..., None], given: Mapping[str, Any]) -> dict[st
     return grouped
 
 
-def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> None:
+def guard(
+    run: Callable[[], None], debug: bool, *, keeps_best: bool = False, terminal: Terminal | None = None
+) -> None:
     """Turn errors into a message and an exit code; a traceback only with --debug.
 
     Ctrl-C ends a command, but one that `keeps_best`: the solve that it interrupts has a schedule, or none, as after
@@ -177,6 +182,16 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
         if not isinstance(error, MonetliteError):
             message += "\nThis is a bug in monetlite or in the model; run again with --debug for the traceback"
         click.echo(f"monetlite: {message}", err=True)
+        if terminal is not None and terminal.as_json and isinstance(error, InfeasibleBudget):
+            terminal.print_json(
+                {
+                    "status": "infeasible",
+                    "budget_bytes": error.budget_bytes,
+                    "smallest_proven_bytes": error.proven_bytes,
+                    "smallest_reached_bytes": error.reached_bytes,
+                    "error": message,
+                }
+            )
         raise SystemExit(code) from None
 
 

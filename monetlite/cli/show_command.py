@@ -186,6 +186,14 @@ def _rescaled(opened: OpenedSchedule) -> OpenedSchedule:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opening it has told what this device lacks
         found = rescale(opened.schedule, opened.profile, opened.plain)
+    given = opened.schedule
+    same = (found.fingerprint, found.device, found.peak_bytes) == (
+        given.fingerprint,
+        given.device,
+        given.peak_bytes,
+    )
+    if same and math.isclose(found.latency_ms, given.latency_ms, rel_tol=1e-6):
+        return opened  # nothing is priced otherwise: what was proven of it stays
     return replace(opened, schedule=replace(found, source=opened.built.source))
 
 

@@ -49,23 +49,26 @@ class Terminal:
         click.echo(f"monetlite: {text}", err=True)
 
     def import_torch(self) -> None:
-        """Import torch, which takes seconds the first time.
+        """Import torch, which takes seconds the first time."""
+        if "torch" not in sys.modules:
+            with self.line("importing torch"):
+                self._import("torch")
 
-        Ctrl-C ends the process at once: an exception would leave a half-imported torch, or get lost in its import.
+    def _import(self, module: str) -> None:
+        """Import a module of compiled code.
+
+        Ctrl-C ends the process at once: an exception would leave it half-imported, or get lost in its import.
         """
-        if "torch" in sys.modules:
-            return
 
         def leave(*_: object) -> None:
             os.write(2, b"\r\x1b[2K\x1b[?25h" * self._live + f"{INTERRUPTED}\n".encode())
             os._exit(EXIT_FAILED)
 
-        with self.line("importing torch"):
-            before = signal.signal(signal.SIGINT, leave)
-            try:
-                importlib.import_module("torch")
-            finally:
-                signal.signal(signal.SIGINT, before)
+        before = signal.signal(signal.SIGINT, leave)
+        try:
+            importlib.import_module(module)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
     def bar(self, text: str) -> Iterator[Callable[[int, int], None]]:
@@ -105,6 +108,7 @@ class Terminal:
 
     def searching(self, text: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """A live line of a search, which may have to be compiled first."""
+        self._import("monetlite.solving.solver")
         from monetlite.solving.annealing.compiling import is_cached
 
         note = "" if is_cached() else "; the search is compiled first, once on this machine"

@@ -13,7 +13,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
 from monetlite.core.graph import AS_TRACED, COMPILED_LAYOUTS, LAYOUTS, uncompiled_layout
-from monetlite.core.interrupts import ended_early, interrupts_kept
+from monetlite.core.interrupts import end_early, ended_early, interrupts_kept
 from monetlite.core.options import REORDERED_SUMS, SolvingOptions, solving_options
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
@@ -211,6 +211,10 @@ def solve_layouts(
             found.append((run(item, trial), item))
         except InfeasibleBudget as error:
             refused.append((error, item))
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            end_early()
         if ended_early() > interrupted:
             break
     remaining = options.time_limit - trial * len(distinct)

@@ -36,7 +36,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
         "costs": schedule.kind,
         **{name: getattr(schedule, name) for name in _TOLD.split()},
         "stored_values": len(schedule.choices.stored),
-        "recomputed_runs": _extra_runs(schedule),
+        "extra_runs": _extra_runs(schedule),
         "output": output,
     }
 

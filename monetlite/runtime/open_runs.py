@@ -94,13 +94,16 @@ class OpenRuns:
         """The error of a share of the budget that is too small, which says so; any other is the same."""
         if self._whole is None or not self._shared:
             return error
-        share, whole = format_bytes(error.budget_bytes), format_bytes(parse_budget(self._whole))
+        share, whole = format_bytes(error.budget_bytes), parse_budget(self._whole)
+        proven_bytes = self._whole_bytes(error.proven_bytes)
+        reached_bytes = None if error.reached_bytes is None else self._whole_bytes(error.reached_bytes)
+        enough = "" if reached_bytes is None else f" to {format_bytes(reached_bytes)} ({reached_bytes} bytes)"
         return InfeasibleBudget(
-            f"{self._several()}, so each run gets {share} of {whole}. Run its inputs as one batch, which is "
-            f"planned as a whole, or raise the budget. Of one run: {error}",
-            budget_bytes=error.budget_bytes,
-            proven_bytes=error.proven_bytes,
-            reached_bytes=error.reached_bytes,
+            f"{self._several()}, so each run gets {share} of {format_bytes(whole)}. Run its inputs as one batch, "
+            f"which is planned as a whole, or raise the budget{enough}. Of one run: {error}",
+            budget_bytes=whole,
+            proven_bytes=proven_bytes,
+            reached_bytes=reached_bytes,
         )
 
     def _several(self) -> str:
@@ -108,6 +111,10 @@ class OpenRuns:
 
     def _share_bytes(self, budget_bytes: int) -> int:
         return (budget_bytes + (self._counted - 1) * self._common_bytes()) // self._counted
+
+    def _whole_bytes(self, share_bytes: int) -> int:
+        """The budget of which each run gets such a share."""
+        return self._counted * share_bytes - (self._counted - 1) * self._common_bytes()
 
     def _common_bytes(self) -> int:
         """Bytes that all runs have in common."""

@@ -96,6 +96,8 @@ def solve_peak(
     try:
         infeasible = solve.run(known)
     except KeyboardInterrupt:
+        if solve.incumbent.steps is None:
+            raise  # there is no best so far
         end_early()
     finally:
         solve.stopped.set()

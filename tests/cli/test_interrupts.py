@@ -52,6 +52,21 @@ def test_a_solve_returns_what_it_has(pressed):
     assert monetlite.solve(price(512), "100%", time_limit=30).peak_bytes > 0
 
 
+def test_a_solve_that_has_nothing_yet_ends(monkeypatch):
+    """It is interrupted, and not infeasible."""
+    offer = Incumbent.offer
+
+    def pressing(self, *args):
+        taken = offer(self, *args)
+        os.kill(os.getpid(), signal.SIGINT)
+        return taken
+
+    profile = price(512)
+    monkeypatch.setattr(Incumbent, "offer", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        monetlite.solve(profile, "90%", time_limit=30)
+
+
 @pytest.mark.parametrize(
     "run",
     [
