@@ -50,6 +50,8 @@ class Tradeoff {
   /** @param {number} [width] in pixels; by default what the page has */
   draw(width = this.host.clientWidth) {
     this.width = Math.max(240, width);
+    /** Places of the labels so far. @type {[number, number][]} */
+    this.labels = [];
     this.host.replaceChildren(drawn("svg", {
       viewBox: `0 0 ${this.width} ${CURVE_HEIGHT}`, role: "img",
       "aria-label": "Step time over plain training's, against memory; the table below has the numbers",
@@ -94,19 +96,27 @@ class Tradeoff {
       drawn("path", { d: `M${places.map((place) => place.join(" ")).join("L")}`, "stroke-dasharray": ours ? null : "5 3" }),
       ...places.map(([cx, cy], at) => drawn("circle", { cx, cy, r: ours ? 4 : 2.5 },
         drawn("title", {}, `${name}: ${formatBytes(points[at][0])}, ${percents(points[at][1])}`))),
-      ours ? "" : drawn("text", { x: x + 6, y: y - 6 }, name));
+      ours ? "" : drawn("text", { x: x + 6, y: this.labelled(x, y, -6) }, name));
+  }
+
+  /**
+   * The height of a label beside a place: the first in which no other label is, within the axes.
+   * @param {number} x @param {number} y @param {number} rise  of the label over the place, where there is room
+   */
+  labelled(x, y, rise) {
+    const isFree = (/** @type {number} */ height) => height > MARGIN.top && height < CURVE_HEIGHT - MARGIN.bottom
+      && this.labels.every(([left, top]) => Math.abs(left - x) > LABEL_WIDTH || Math.abs(top - height) > 14);
+    const heights = [0, 28, -16, 44, -32, 60].map((further) => y + rise + further);
+    const found = heights.find(isFree) ?? y + rise;
+    this.labels.push([x, found]);
+    return found;
   }
 
   singles() {
-    /** @type {[number, number][]} */
-    const labels = [];
-    /** @param {number} x @param {number} y */
-    const isFree = (x, y) => labels.every(([left, top]) => Math.abs(left - x) > LABEL_WIDTH || Math.abs(top - y) > 14);
     return this.data.points.map(({ name, place: [bytes, overhead] }) => {
       const [cx, cy] = [this.x(bytes), this.y(overhead)];
       const anchor = cx > this.width / 2 ? "end" : "start";
-      const y = [cy - 9, cy + 19, cy - 25, cy + 35].find((candidate) => isFree(cx, candidate)) ?? cy - 9;
-      labels.push([cx, y]);
+      const y = this.labelled(cx, cy, -9);
       return drawn("g", { class: "single" }, drawn("circle", { cx, cy, r: 5 }),
         drawn("text", { x: cx + (anchor === "end" ? -8 : 8), y, "text-anchor": anchor }, `${name}, ${percents(overhead)}`));
     });
