@@ -10,7 +10,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
-from monetlite.core.graph import AS_TRACED, TILED_ROWS
+from monetlite.core.graph import AS_TRACED, TILED_ROWS, Resident, ValueKind
 from monetlite.core.options import SolvingOptions
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import Step, plain_steps
@@ -267,7 +267,7 @@ def fit_card(
         planned += [found] if found and found.latency_ms < most_ms else []
     tell("looking for the largest batch and length")
     wrapped = list(layer_ways(exact, settable, (1,)))
-    kinds = {PLAINLY: [plain], CHECKPOINTED: wrapped, PLANNED: lean[-len(searches) :]}
+    kinds = {PLAINLY: [plain], CHECKPOINTED: wrapped, PLANNED: [*lean[-len(searches) :], *searches[-1].lightest()]}
     return CardFit(
         card=card,
         batch=model.batch,
@@ -366,6 +366,22 @@ class _Search:
         leanest = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
         ways = [way for way in map(self._way, [*known, *fitting]) if way.peak_bytes <= self.budget_bytes]
         return min(ways, key=lambda way: way.latency_ms, default=None), leanest
+
+    def lightest(self) -> Iterator[FitSetting]:
+        """Every layer checkpointed and every operator by its lightest way: lean at other sizes, too.
+
+        The leanest schedule of a small batch may store all of its activations, where weights and their gradients
+        make its peak. So these are left out.
+        """
+        from monetlite.solving.baselines import with_lighter_implementations
+
+        graph = self.profile.graph
+        values = tuple(
+            replace(value, size_bytes=0) if value.kind is ValueKind.PARAM_GRAD else value for value in graph.values
+        )
+        activations = replace(self.profile, graph=replace(graph, values=values, resident=Resident()))
+        for way in layer_ways(activations, self.path, (1,)):
+            yield self._way(with_lighter_implementations(activations, way.steps, 0))
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
         return FitSetting.of_steps(self.profile, steps, tolerance=self.tolerance)
