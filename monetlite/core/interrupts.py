@@ -25,8 +25,8 @@ def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C end everything at once. Outside, an interrupted solve returns its best so far."""
     global _ending
     before = signal.getsignal(signal.SIGINT)
-    # None is a handler that is not Python's.
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    # A person's own handler stays, and so does that of an outer block.
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
         return
     pressed = False

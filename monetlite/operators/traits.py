@@ -189,6 +189,10 @@ _record(
 _record("_assert_async", checks=True)
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+"""Namespaces of operators that wait for other processes."""
+
+
 def traits_of(target: str) -> Traits:
     """The traits of a call's target.
 
@@ -236,3 +240,12 @@ def _formulas() -> dict[str, Callable[..., int]]:
         for target, formula in flop_registry.items()
         if hasattr(formula, "__wrapped__")
     }
+
+
+def is_collective(target: str) -> bool:
+    """True for operators that wait for other processes: each of them runs such an operator once, in the same order.
+
+    >>> is_collective("_c10d_functional.all_reduce.default")
+    True
+    """
+    return target.partition(".")[0] in _COLLECTIVES

@@ -6,9 +6,13 @@ in the order in which they were found.
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,6 +32,8 @@ SHARES = 1 / 16, 1 / 4, 1.0
 """Parts of that time for which it solves, in turn, each time from the best schedule so far."""
 BETTER = 1e-3
 """Part of a schedule's latency by which another has to be faster to take its place."""
+PARENT_SECONDS = 1.0
+"""Time between looks at whether training goes on."""
 _MODULE, _REQUEST, _START, _LOG = "monetlite.planning.solving_process", "request.json", "start.yaml", "log"
 
 
@@ -47,14 +53,19 @@ class SolvingProcess:
         layout: str | None,
         start: Schedule,
     ) -> None:
-        # The folder goes with the process, or with this object.
-        self._folder = tempfile.TemporaryDirectory(prefix="monetlite-")
-        self._path, self._taken = Path(self._folder.name), 0
+        # The folder goes with this object, or with the process that it is of: the solver removes it then.
+        self._path, self._taken = Path(tempfile.mkdtemp(prefix="monetlite-")), 0
         names = [f"profile_{number}.json" for number in range(len(profiles))]
         for name, profile in zip(names, profiles, strict=True):
             profile.save(self._path / name)
         start.save(self._path / _START)
-        request = {"profiles": names, "budget": budget, "solving": asdict(solving), "layout": layout}
+        request = {
+            "profiles": names,
+            "budget": budget,
+            "solving": asdict(solving),
+            "layout": layout,
+            "parent": os.getpid(),
+        }
         (self._path / _REQUEST).write_text(json.dumps(request, default=int), encoding="utf-8")
         with open(self._path / _LOG, "wb") as log:
             self._process = subprocess.Popen(
@@ -65,7 +76,7 @@ class SolvingProcess:
                 cwd=self._path,
                 env=own_environment(),
             )
-        weakref.finalize(self, _end, self._process, self._folder)
+        weakref.finalize(self, _end, self._process, self._path, os.getpid())
         give_way(self._process)
 
     @property
@@ -93,17 +104,28 @@ def _better(folder: Path, number: int) -> Path:
     return folder / f"better_{number}.yaml"
 
 
-def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
+def _end(process: "subprocess.Popen[bytes]", folder: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a copy of the process that solves, by `os.fork`
+        return
     if process.poll() is None:
         process.terminate()
         process.wait()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_with(parent: int, folder: Path) -> None:
+    """End this process, and remove its folder, once its parent is gone, however that ended."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def _solve(folder: Path) -> None:
     """The process's own part."""
     count_own_time()
     request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+    threading.Thread(target=_end_with, args=(request["parent"], folder), daemon=True).start()
     profiles = [load_profile(folder / name) for name in request["profiles"]]
     solving = SolvingOptions(**request["solving"])
     best, least_ms, number = read_schedule(folder / _START), math.inf, 0

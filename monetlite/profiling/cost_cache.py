@@ -5,6 +5,7 @@ waits for a core waits a whole time slice of the other program, 30 ms instead of
 are checked again, once in a process.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -93,7 +94,7 @@ class CostCache:
             write_atomically(self.path, content)
             self._added, self._forgotten = {}, set()
         except (OSError, ScheduleFileError) as error:
-            _log.warning("measured costs could not be kept in %s: %s", self.path, error)
+            _warn_once(f"measured costs could not be kept in {self.path}: {error}")
 
     def _load(self) -> dict[str, list[float]]:
         if self.path is None:
@@ -103,8 +104,13 @@ class CostCache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
-            _log.warning("measured costs in %s can't be read (%s) and will be measured again", self.path, error)
+            _warn_once(f"measured costs in {self.path} can't be read ({error}) and will be measured again")
             return {}
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def measured_while_disturbed(known: Mapping[str, Cost], latency_ms: Callable[[str], float]) -> bool:

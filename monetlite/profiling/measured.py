@@ -23,7 +23,7 @@ from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.regions import is_compiled
 from monetlite.operators.strides import item_bytes
-from monetlite.operators.traits import family_of, traits_of
+from monetlite.operators.traits import family_of, is_collective, traits_of
 from monetlite.profiling.allocated import forget_growths
 from monetlite.profiling.arguments import arguments_bytes, depends_on_contents, make_arguments
 from monetlite.profiling.busy_cores import warn_if_busy
@@ -77,8 +77,9 @@ class Measurement:
     Costs that the cache has are measured again, and that is told, if the slowest of them now take much less: other
     programs used the machine then.
 
-    Beside training, nothing is measured that takes more than the budget leaves: no schedule runs it. Of such calls,
-    defaults cost what others of their family do, by the bytes that they move.
+    Beside training, nothing is measured that takes more than the budget leaves: no schedule runs it. Nor are
+    collectives, for which other processes would have to wait. Of such calls, defaults cost what others of their
+    family do, by the bytes that they move.
 
     Args:
         graph, device, tolerance: as in `measure_profile`.
@@ -114,12 +115,16 @@ class Measurement:
         self._rechecked = self._unknown = self._busy = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
-        self.too_large = len(every) - self.total
+        self.too_large = sum(item.alone_bytes(self._meter.device) > room_bytes for item in every.values())
 
     def _fitting(self, candidates: "dict[str, _MeasuredCall]") -> "dict[str, _MeasuredCall]":
-        """Those that don't take more than the room."""
+        """Those that don't take more than the room, and that this process can run alone."""
         room_bytes, device = self._room_bytes, self._meter.device
-        return {signature: item for signature, item in candidates.items() if item.alone_bytes(device) <= room_bytes}
+        return {
+            signature: item
+            for signature, item in candidates.items()
+            if item.alone_bytes(device) <= room_bytes and not is_collective(item.call.target)
+        }
 
     @property
     def done(self) -> int:

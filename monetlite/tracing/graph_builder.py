@@ -41,7 +41,7 @@ from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
 from monetlite.operators.regions import REGION_CALLS, implement
 from monetlite.operators.strides import same_places
-from monetlite.operators.traits import family_of, traits_of
+from monetlite.operators.traits import family_of, is_collective, traits_of
 from monetlite.tracing.names import Namer, source_of
 
 DELIVERIES, MIN_DELIVERY_BYTES = 16, 2**20
@@ -190,7 +190,9 @@ class GraphBuilder:
                 *implementations,
                 phase=phase,
                 optional=optional,
-                rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
+                rerunnable=phase is Phase.FORWARD
+                and not is_collective(part.target)
+                and (rerun is not None or not (changes or is_random(node))),
             )
 
     def _region_calls(self, kernel: TracedKernel, node: fx.Node) -> Iterator[Implementation]:

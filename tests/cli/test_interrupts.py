@@ -19,6 +19,8 @@ from monetlite.core.options import SolvingOptions
 from monetlite.planning.batches import largest_batch
 from monetlite.solving.incumbent import Incumbent
 
+heard: list[bool] = []
+
 
 @pytest.fixture
 def pressed(monkeypatch):
@@ -85,6 +87,19 @@ def test_more_than_a_solve_ends(run, pressed):
     with pytest.raises(KeyboardInterrupt):
         run()
     assert len(pressed) == 1
+
+
+@pytest.mark.parametrize("own", [signal.SIG_IGN, lambda *_: heard.append(True)], ids=["ignored", "noted"])
+def test_a_person_s_own_handler_stays(own):
+    heard.clear()
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with interrupts_kept():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == ([] if own is signal.SIG_IGN else [True])
 
 
 def test_handlers_are_put_back_and_other_threads_left_alone():

@@ -1,6 +1,6 @@
 """Two processes on the CPU train a wrapped and a plain model side by side, in each way that is asked for.
 
-python distributed_training.py MEETING_FILE ddp fsdp blocks models
+python distributed_training.py MEETING_FILE ddp fsdp blocks collectives models
 """
 
 import copy
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from step_lists import free_profile, recompute_everything, schedule_of
 
 import monetlite
+from monetlite.operators.traits import is_collective
 
 STEPS, WIDTH = 4, 512
 
@@ -137,12 +139,50 @@ def fsdp(rank: int) -> None:
     same(wrapped, plain)
 
 
+class Counting(nn.Module):
+    """Divides its loss by a number that all processes add up, and has an activation that they add up, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = all_reduce(self.layers(x), "sum", dist.group.WORLD).tanh()
+        count = (x > 0).sum().float()
+        dist.all_reduce(count)
+        return inner.square().sum() / count
+
+
+def collectives(rank: int) -> None:
+    """Each process plans for itself, at its own time, and has a budget of its own."""
+    graph = monetlite.trace(Counting(), torch.randn(512, WIDTH))
+    defaults = [(item, item.implementations[0].call) for item in graph.operators]
+    added = [item for item, call in defaults if call is not None and is_collective(call.target)]
+    assert len(added) >= 4, "sums and waits"
+    assert not any(item.rerunnable for item in added)
+    plain = Counting()
+    trained = monetlite.within(copy.deepcopy(plain), budget=["97%", "88%"][rank], time_limit=1)
+    for model in (trained, plain):
+        model.losses = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        for _ in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.randn(512, WIDTH))
+            loss.backward()
+            optimizer.step()
+            model.losses.append(loss.item())
+    assert trained.losses == plain.losses, "losses differ from plain training's"
+    same(trained, plain)
+
+
 def run(rank: int, meeting: str, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     for kind in kinds:
         torch.manual_seed(0)
-        {"ddp": ddp, "fsdp": fsdp, "blocks": blocks, "models": models}[kind](rank)
+        kinds_of = {"ddp": ddp, "fsdp": fsdp, "blocks": blocks, "collectives": collectives, "models": models}
+        kinds_of[kind](rank)
         os.write(1, f"{kind}\n".encode())
     dist.destroy_process_group()
 

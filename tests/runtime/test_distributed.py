@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("distributed_training.py")
-KINDS = ["ddp", "fsdp", "blocks", *(["models"] if "MONETLITE_THOROUGH" in os.environ else [])]
+KINDS = ["ddp", "fsdp", "blocks", "collectives", *(["models"] if "MONETLITE_THOROUGH" in os.environ else [])]
 
 
 def test_two_processes(tmp_path):
@@ -16,6 +16,7 @@ def test_two_processes(tmp_path):
         text=True,
         check=False,
         timeout=300,
+        env={**os.environ, "MONETLITE_CACHE": str(tmp_path / "costs")},
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert sorted(run.stdout.split()) == sorted(2 * KINDS), run.stderr[-3000:]

@@ -1,7 +1,11 @@
 """A first schedule at once, and a better one in its place between two steps: the same training."""
 
 import logging
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -260,3 +264,42 @@ def test_measuring_beside_training_has_the_room_that_the_budget_leaves(optimizer
     weights = own_bytes(model.parameters())
     states = 2 * weights if optimizer else 0
     assert rooms == [50_000_000 - own_bytes([*model.parameters(), *model.buffers(), image]) - states]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there, a process doesn't say whose it is")
+def test_the_solver_ends_with_training_and_leaves_nothing(tmp_path):
+    """Also where training ends without a word, as by `os._exit` or SIGKILL; and a fork of it ends nothing."""
+    program = """
+import os, sys, time
+from monetlite.core.costs import load_profile
+from monetlite.core.options import SolvingOptions
+from monetlite.core.schedule import read_schedule
+from monetlite.planning.solving_process import SolvingProcess
+process = SolvingProcess(
+    [load_profile("profile.json")], "60%", SolvingOptions(time_limit=600), None, read_schedule("start.yaml")
+)
+forked = os.fork()
+if forked == 0:
+    del process
+    sys.exit(0)
+os.waitpid(forked, 0)
+print(process._process.pid, process._path, process.running, process._path.exists(), flush=True)
+time.sleep(4)  # in which it begins to solve
+os._exit(0)
+"""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1)) for _ in range(30)]
+    graph = monetlite.trace(nn.Sequential(*layers), torch.randn(512, 64))
+    profile = monetlite.profile(graph, "rtx-3090")  # of more schedules than are looked through in seconds
+    profile.save(tmp_path / "profile.json")
+    monetlite.solve(profile, "60%", time_limit=0.2).save(tmp_path / "start.yaml")
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=120
+    )
+    pid, folder, *alive = run.stdout.split()
+    assert alive == ["True", "True"]
+    for _ in range(600):
+        if not Path(folder).exists() and not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.1)
+    assert not Path(folder).exists()
+    assert not Path(f"/proc/{pid}").exists()
