@@ -171,7 +171,7 @@ class _Prober:
     step: int
     tell: Callable[[int, str], None]
     plain: "_Prober | None" = None
-    """That of plain training, where it is of another layout."""
+    """Prober of plain training, where that is of another layout."""
     traced: dict[int, Profile] = field(default_factory=dict)
     seconds: float = 0.0
     """Time of all traces."""
@@ -239,14 +239,14 @@ class _Prober:
         profile = self.profile(batch)
         return least_limit(profile, steps) if self.options.reserved else simulate(profile, steps).peak_bytes
 
-    def _plain_fits(self, batch: int) -> bool:
+    def plain_fits(self, batch: int) -> bool:
         if self.plain is not None:
-            return self.plain._plain_fits(batch)
+            return self.plain.plain_fits(batch)
         if batch not in self.plain_bytes:
             self.plain_bytes[batch] = self._takes_bytes(batch, plain_steps(self.profile(batch).graph))
         return self.plain_bytes[batch] <= self.budget_bytes
 
-    def _possible(self, batch: int) -> bool:
+    def possible(self, batch: int) -> bool:
         """False if a bound proves that no schedule fits."""
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
         from monetlite.solving.problem import Problem
@@ -265,23 +265,23 @@ class _Prober:
 
     def _fits(self, batch: int) -> bool:
         """True if plain training, or a schedule that was found, fits at a batch."""
-        return self._plain_fits(batch) or any(self._serves(schedule, batch) for schedule in self.found)
+        return self.plain_fits(batch) or any(self._serves(schedule, batch) for schedule in self.found)
 
     def largest_possible(self, first: int) -> int:
         """The largest batch that no bound rules out."""
-        return _bisect(first, self.step, self._possible, partial(self._guess, self.bound_bytes))
+        return _bisect(first, self.step, self.possible, partial(self._guess, self.bound_bytes))
 
     def largest_of_plain(self, most: int) -> int:
         """The largest batch that plain training fits, of those up to `most`."""
         guess = partial(self._guess, self.plain_bytes)
         if self.plain is not None:
             return self.plain.largest_of_plain(most)
-        return _bisect(most, self.step, self._plain_fits, guess) if most else 0
+        return _bisect(most, self.step, self.plain_fits, guess) if most else 0
 
     def smallest_impossible(self) -> int | None:
         """The smallest batch that was traced, and that a bound rules out."""
         layouts = [self] if self.plain is None else [self, self.plain]
-        ruled_out = (batch for batch in self.traced if not any(one._possible(batch) for one in layouts))
+        ruled_out = (batch for batch in self.traced if not any(one.possible(batch) for one in layouts))
         return min(ruled_out, default=None)
 
     def search(self, low: int, high: int, seconds: float) -> int:
@@ -295,7 +295,7 @@ class _Prober:
             if leanest is not None and served > low:
                 self.found.append(leanest)
                 low, failures = served, 0
-            while high > low and not self._possible(high):
+            while high > low and not self.possible(high):
                 high -= self.step
             if served < batch:
                 failed = min(failed, batch)
@@ -346,7 +346,7 @@ class _Prober:
         from monetlite.solving.smallest import smallest_budget
 
         batch = self.step
-        proven = not self._possible(batch)
+        proven = not self.possible(batch)
         plain_bytes = (self.plain or self).plain_bytes
         needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, plain_bytes[batch])
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
@@ -371,7 +371,7 @@ class _Prober:
         """
         profile, of_plain = self.profile(batch), (self.plain or self).profile(batch)
         plain = simulate(of_plain, plain_steps(of_plain.graph))
-        if self._plain_fits(batch):
+        if self.plain_fits(batch):
             return BatchPoint(
                 batch=batch,
                 peak_bytes=plain.peak_bytes,

@@ -134,7 +134,7 @@ class PlanningBesideTraining:
         return self._steps([without_costs(graph) for graph in self._graphs])[0]
 
     def _room_bytes(self) -> int:
-        """What the budget leaves beside weights, inputs and the optimizer's state."""
+        """Memory that the budget leaves beside weights, inputs and the optimizer's state."""
         profile = self._without_costs()
         plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         return parse_budget(self._budget, plain_bytes) - profile.graph.resident.total
