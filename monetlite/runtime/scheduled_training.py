@@ -423,6 +423,6 @@ def _refuse_shards(model: nn.Module) -> None:
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             raise ModelError(
                 f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
-                "can't be captured. Shard a MONeTWrapper of the model or of each block, and no model that within was "
-                "called on: fully_shard(MONeTWrapper(block, ...))"
+                "can't be captured. Shard a MONeTWrapper, not a model that within was called on: "
+                "fully_shard(MONeTWrapper(block, ...))"
             )
