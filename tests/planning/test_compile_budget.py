@@ -71,7 +71,7 @@ def test_budgets_are_read_at_once():
 
 
 def test_a_torch_that_takes_no_solver_is_named(monkeypatch):
-    importlib.import_module("torch._inductor.config")  # which needs that module itself
+    importlib.import_module("torch._inductor.compile_fx")  # which needs that module itself
     monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
     with pytest.raises(ModelError, match="takes no solver of others"):
         monetlite.compile_within(nn.Linear(2, 2), "1GB")
