@@ -49,9 +49,7 @@ class PricingOptions:
     device: str | None = _option(
         None, "cpu or cuda to measure here, or the name of a device to estimate; by default where the model is."
     )
-    optimizer: str | None = _option(
-        None, "Count this optimizer's state and step; else the budget leaves no room for them.", OPTIMIZERS
-    )
+    optimizer: str | None = _option(None, "Count this optimizer's state and step.", OPTIMIZERS)
     accumulate: bool = _option(
         False,
         "Count gradients that exist when a training step begins: gradient accumulation, or "

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from monetlite.core.choices import DEFAULT, Choices, Run
 from monetlite.core.costs import CostSource
+from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.files.documents import (
     common_fields,
@@ -124,6 +125,10 @@ class Schedule:
             ScheduleFileError: the file can't be written; what was there before is left as it was.
         """
         write_atomically(path, schedule_text(self))
+
+
+BOUND_ROUNDING = 1e-6
+"""Part of a latency by which a bound in a file may exceed it: both are sums of floating-point numbers."""
 
 
 class _PredictedFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -241,6 +246,15 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
     file = read_document(load_yaml(path, ScheduleFile), ScheduleFile)
+    if file.solve.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise ScheduleFileError(
+            f"{path}: solve.status is {str(file.solve.status)!r}, of which there is no schedule"
+        )
+    bound_ms, latency_ms = file.solve.lower_bound_ms, file.predicted.latency_ms
+    if bound_ms > latency_ms * (1 + BOUND_ROUNDING):
+        raise ScheduleFileError(
+            f"{path}: solve.lower_bound_ms is {bound_ms:g}, which predicted.latency_ms, {latency_ms:g}, is below"
+        )
     return Schedule(
         **common_fields(Schedule, file, file.costs, file.predicted, file.solve)
         | {

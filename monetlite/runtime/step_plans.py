@@ -24,7 +24,7 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.binding import lacking
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
-from monetlite.core.graph import OperatorGraph
+from monetlite.core.graph import OperatorGraph, ValueKind
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
@@ -292,8 +292,23 @@ class StepPlans:
         except InfeasibleBudget as error:
             before_bytes = max((schedule.budget_bytes for schedule in self.schedules), default=0)
             if not is_percentage(budget) or before_bytes <= error.budget_bytes:
-                raise
+                raise self._without_loss(error, next(iter(traced.values()))) from None
         return self._first_plan(traced, call, before_bytes)
+
+    def _without_loss(self, error: InfeasibleBudget, traced: Traced) -> InfeasibleBudget:
+        """The error of a first plan, which says so where a loss outside of the model is not known yet."""
+        from monetlite.planning.pipeline import noteworthy_bytes
+
+        outputs_bytes = sum(item.size_bytes for item in traced.graph.values if item.kind is ValueKind.TANGENT)
+        if self.outside.memory is not None or outputs_bytes < noteworthy_bytes(error.budget_bytes):
+            return error
+        return InfeasibleBudget(
+            f"{error}\nA loss of the model's outputs ({format_bytes(outputs_bytes)}) comes on top. What it takes "
+            "is not known before a step has run.",
+            budget_bytes=error.budget_bytes,
+            proven_bytes=error.proven_bytes,
+            reached_bytes=error.reached_bytes,
+        )
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""

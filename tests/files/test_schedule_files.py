@@ -138,6 +138,21 @@ def test_merge_keys_and_repeated_keys_smuggle_nothing_in(text, tmp_path):
         load_text(text.replace("  relu: inplace\n", "  relu: inplace\n  relu: default\n"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "odd", "says"),
+    [
+        ("status", "infeasible", "solve.status is 'infeasible'"),
+        ("status", "timeout", "solve.status is 'timeout'"),
+        ("lower_bound_ms", 1e9, "solve.lower_bound_ms is 1e[+]09, which predicted.latency_ms, .* is below"),
+    ],
+)
+def test_what_no_solver_says_is_refused(text, tmp_path, field, odd, says):
+    data = yaml.safe_load(text)
+    data["solve"][field] = odd
+    with pytest.raises(ScheduleFileError, match=says):
+        load_text(dumped(data), tmp_path)
+
+
 @pytest.mark.parametrize("section", ["predicted", "plain"])
 def test_a_peak_of_nothing_is_none(text, tmp_path, section):
     data = yaml.safe_load(text)

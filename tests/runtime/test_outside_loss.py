@@ -113,6 +113,12 @@ def test_a_loss_that_does_not_fit_is_said():
         steps(trained, x, cross_entropy)
 
 
+def test_a_refusal_says_that_the_loss_is_not_counted_yet():
+    trained = monetlite.within(model(), budget="1MB", device="cpu", time_limit=1)
+    with pytest.raises(InfeasibleBudget, match=r"A loss of the model's outputs \(.*\) comes on top"):
+        trained(torch.randn(ROWS, 64))
+
+
 def test_a_given_schedule_warns_and_trains_on():
     x = torch.randn(ROWS, 64)
     graph = monetlite.trace(model(), x)
