@@ -25,8 +25,8 @@ def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C end everything at once. Outside, an interrupted solve returns its best so far."""
     global _ending
     before = signal.getsignal(signal.SIGINT)
-    # A person's own handler stays, and so does that of an outer block.
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    own = before is not signal.default_int_handler and _ending == 0  # a person's, which stays
+    if threading.current_thread() is not threading.main_thread() or own:
         yield
         return
     pressed = False

@@ -139,8 +139,8 @@ class TestMeasured:
         """A profile of the block in which implementations cost what `price` says, by name."""
         measure = measured._measure
 
-        def priced_after_running(candidate, meter):
-            measure(candidate, meter)
+        def priced_after_running(candidate, meter, room_bytes):
+            measure(candidate, meter, room_bytes)
             return cost(*price(candidate.name.rpartition(", ")[2].rstrip(")")))
 
         monkeypatch.setattr(measured, "_measure", priced_after_running)

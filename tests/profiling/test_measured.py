@@ -25,7 +25,7 @@ from monetlite.core.graph import (
 )
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.profiling import measured, meters
+from monetlite.profiling import cost_cache, measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
@@ -222,6 +222,7 @@ def test_a_corrupt_cache_is_measured_again(graph, counting, cache_folder, caplog
         file.write_text(text.replace('"KEY"', json.dumps(key)))
         counting.measured = 0
         caplog.clear()
+        cost_cache._warn_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="monetlite"):
             assert monetlite.profile(graph, "cpu").costs == expected.costs, text[:40]
         assert "will be measured again" in caplog.text, text[:40]
