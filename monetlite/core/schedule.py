@@ -253,7 +253,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     bound_ms, latency_ms = file.solve.lower_bound_ms, file.predicted.latency_ms
     if bound_ms > latency_ms * (1 + BOUND_ROUNDING):
         raise ScheduleFileError(
-            f"{path}: predicted.latency_ms is {latency_ms:g}, below solve.lower_bound_ms, {bound_ms:g}"
+            f"{path}: solve.lower_bound_ms is {bound_ms:g}, and predicted.latency_ms is {latency_ms:g}, below it"
         )
     return Schedule(
         **common_fields(Schedule, file, file.costs, file.predicted, file.solve)
