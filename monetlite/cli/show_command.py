@@ -270,13 +270,24 @@ def _searched(
     return Around(limit=lowest, more=solved(110), less=solved(90))
 
 
-def _traded(terminal: Terminal, opened: OpenedSchedule, points: int, solving: SolvingOptions) -> "Tradeoff":
+def _traded(
+    terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", points: int, solving: SolvingOptions
+) -> "Tradeoff":
     """The trade-off between memory and step time, with a bar."""
     from monetlite.planning.tradeoff import trade_off
 
+    known = (opened.schedule.budget_bytes, opened.schedule.lower_bound_ms) if analysis.as_solved else (0, 0.0)
     options = replace(solving, tolerance=opened.schedule.tolerance)
     with terminal.named_bar("solving") as progress:
-        return trade_off(opened.profile, opened.plain, opened.steps, options, points=points, progress=progress)
+        return trade_off(
+            opened.profile,
+            opened.plain,
+            opened.steps,
+            options,
+            points=points,
+            known_bound=known,
+            progress=progress,
+        )
 
 
 def _draw(
@@ -309,7 +320,7 @@ def _draw(
             around_seconds = PAGE_AROUND_SHARE * solving.time_limit
             around = _searched(terminal, opened, analysis, replace(solving, time_limit=around_seconds))
             left = replace(solving, time_limit=solving.time_limit - around_seconds)
-            tradeoff = _traded(terminal, opened, points, left)
+            tradeoff = _traded(terminal, opened, analysis, points, left)
         write_report(output, analysis, around, tradeoff)
     else:
         from monetlite.reporting.plots.drawing import save_figure
@@ -329,7 +340,7 @@ def _draw(
 
             if not was_given("time_limit"):
                 solving = replace(solving, time_limit=points * POINT_SECONDS)
-            found = _traded(terminal, opened, points, solving)
+            found = _traded(terminal, opened, analysis, points, solving)
             figure, rows, facts = draw_tradeoff(found, analysis), tradeoff_rows(found), tradeoff_facts(found)
             if not terminal.as_json:
                 print_tradeoff(terminal.console, analysis, found)

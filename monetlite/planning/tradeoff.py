@@ -100,6 +100,7 @@ def trade_off(
     options: SolvingOptions,
     *,
     points: int = 8,
+    known_bound: tuple[int, float] = (0, 0.0),
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Tradeoff:
     """Solve for budgets between the smallest feasible one and plain training's peak, and try the baselines.
@@ -109,12 +110,14 @@ def trade_off(
         steps: of a schedule on `profile`: every solve may begin from them.
         options: tolerance, time limit of everything together, and seed.
         points: number of budgets.
+        known_bound: a budget, and the ms that no schedule within it is below, nor within a smaller one.
         progress: called with what is done next, and the pieces of work that are done and in all.
 
     Raises:
         ScheduleMismatch: the steps use an implementation that the tolerance rules out.
     """
     allowed, plain = options.allowed(profile), options.allowed(plain)
+    known_bytes, known_ms = known_bound
     # The smallest budget, and each of the others with its baselines.
     time_limit = options.time_limit / (1 + points * (1 + SEARCHED_BASELINES * BASELINE_SHARE))
     seed = options.seed
@@ -165,7 +168,7 @@ def trade_off(
                 best=None
                 if solution.steps is None
                 else TradeoffPoint.of_steps(allowed, solution.steps, budget_bytes),
-                lower_bound_ms=solution.lower_bound_ms,
+                lower_bound_ms=max(solution.lower_bound_ms, known_ms if budget_bytes <= known_bytes else 0.0),
             )
             for budget_bytes, solution in solutions.items()
         ),

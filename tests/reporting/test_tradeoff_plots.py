@@ -10,8 +10,19 @@ import pytest
 from matplotlib.patches import StepPatch
 from pictures import assert_readable, plot, words_of_svg
 
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
-from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Tradeoff, TradeoffPoint
+from monetlite.planning.tradeoff import (
+    BLOCKS,
+    CHECKMATE,
+    GIST,
+    GREEDY,
+    SQRT,
+    BudgetPoint,
+    Tradeoff,
+    TradeoffPoint,
+    trade_off,
+)
 from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
 
 
@@ -115,3 +126,22 @@ def test_a_trade_off_by_command(solved, work_folder):
     assert {"plain training", "this schedule", "monetlite", GREEDY, SQRT, BLOCKS} <= {
         point["method"] for point in facts["points"]
     }
+
+
+def test_what_was_proven_of_a_schedule_holds_for_smaller_budgets(opened):
+    known_bytes = opened.schedule.budget_bytes
+    plain_ms = opened.schedule.plain_latency_ms
+    found = trade_off(
+        opened.profile,
+        opened.plain,
+        opened.steps,
+        SolvingOptions(time_limit=0.5),
+        points=3,
+        known_bound=(known_bytes, 10 * plain_ms),
+    )
+    below = [item for item in found.budgets if item.budget_bytes <= known_bytes]
+    above = [item for item in found.budgets if item.budget_bytes > known_bytes]
+    assert below
+    assert above
+    assert all(item.lower_bound_ms >= 10 * plain_ms for item in below)
+    assert all(item.lower_bound_ms < 10 * plain_ms for item in above)
