@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     most_true = _most_true(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
-    extent = _extents(call)
+    extent = _extents(call.tensors())
 
     def make(ref: TensorRef) -> torch.Tensor:
         dtype = torch.float32 if ref.node in wide else getattr(torch, ref.spec.dtype)
@@ -154,17 +155,17 @@ def _key(ref: TensorRef) -> tuple[int | None, str]:
     return ref.value, "" if ref.value is not None else ref.node
 
 
-def arguments_bytes(call: Call) -> int:
-    """Memory of the arguments that `make_arguments` makes."""
-    extent = _extents(call)
-    item = {_key(ref): item_bytes(ref.spec.dtype) for ref in call.tensors()}
+def arguments_bytes(call: Call, *, resident: bool = True) -> int:
+    """Memory of the arguments that `make_arguments` makes; without `resident`, of those that a step makes."""
+    refs = [ref for ref in call.tensors() if resident or ref.value is not None]
+    extent, item = _extents(refs), {_key(ref): item_bytes(ref.spec.dtype) for ref in refs}
     return sum(count * item[key] for key, count in extent.items())
 
 
-def _extents(call: Call) -> dict[tuple[int | None, str], int]:
-    """Elements of each storage that a call's tensors are in."""
+def _extents(refs: Iterable[TensorRef]) -> dict[tuple[int | None, str], int]:
+    """Elements of each storage that some tensors are in."""
     extent: dict[tuple[int | None, str], int] = defaultdict(int)
-    for ref in call.tensors():
+    for ref in refs:
         extent[_key(ref)] = max(extent[_key(ref)], _extent(ref))
     return extent
 

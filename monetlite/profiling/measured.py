@@ -77,13 +77,14 @@ class Measurement:
     Costs that the cache has are measured again, and that is told, if the slowest of them now take much less: other
     programs used the machine then.
 
-    Beside training, nothing is measured that takes more than the budget leaves: no schedule runs it. Nor are
-    collectives, for which other processes would have to wait. Of such calls, defaults cost what others of their
-    family do, by the bytes that they move.
+    Beside training, nothing is measured for which a step needs more than the budget leaves: no schedule runs it.
+    Nor are collectives, for which other processes would have to wait. Of such calls, defaults cost what others of
+    their family do, by the bytes that they move. Copies of a call's weights, and what an implementation takes for
+    itself, may come on top of the room while it is measured.
 
     Args:
         graph, device, tolerance: as in `measure_profile`.
-        room_bytes: the most that a call may take with its operands.
+        room_bytes: the most that a step may need for a call, beside what is resident.
 
     Attributes:
         total: number of distinct calls to measure.
@@ -115,15 +116,15 @@ class Measurement:
         self._rechecked = self._unknown = self._busy = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
-        self.too_large = sum(item.alone_bytes(self._meter.device) > room_bytes for item in every.values())
+        self.too_large = sum(item.alone_bytes > room_bytes for item in every.values())
 
     def _fitting(self, candidates: "dict[str, _MeasuredCall]") -> "dict[str, _MeasuredCall]":
         """Those that don't take more than the room, and that this process can run alone."""
-        room_bytes, device = self._room_bytes, self._meter.device
+        room_bytes = self._room_bytes
         return {
             signature: item
             for signature, item in candidates.items()
-            if item.alone_bytes(device) <= room_bytes and not is_collective(item.call.target)
+            if item.alone_bytes <= room_bytes and not is_collective(item.call.target)
         }
 
     @property
@@ -384,13 +385,15 @@ class _MeasuredCall:
         registered = FUNCTIONS.get(self.call.target)
         return 0 if registered is None else registered.workspace_bytes(self.call)
 
-    def alone_bytes(self, device: str) -> int:
-        """Memory that it takes at the least, its operands included.
+    @property
+    def alone_bytes(self) -> int:
+        """Memory that a step needs for it at the least, beside what is resident.
 
-        On a CPU, functions in parts may take less for themselves than they say; no default is one of these.
+        What other implementations take for themselves is left out: that figure may be too high, and would rule
+        them out.
         """
-        says = self.needed or device == "cuda"
-        return arguments_bytes(self.call) + self.result_bytes + (self.own_bytes if says else 0)
+        of_step_bytes = arguments_bytes(self.call, resident=False) + self.result_bytes
+        return of_step_bytes + (self.own_bytes if self.needed else 0)
 
 
 def _candidates(graph: OperatorGraph) -> dict[str, _MeasuredCall]:
@@ -431,7 +434,9 @@ def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Mete
     known = {signature: cost for signature in candidates if (cost := cache.get(signature)) is not None}
 
     def latency_ms(signature: str) -> float:
-        room = room_bytes - candidates[signature].alone_bytes(meter.device) - known[signature].workspace_bytes
+        candidate = candidates[signature]
+        taken_bytes = candidate.result_bytes + known[signature].workspace_bytes
+        room = room_bytes - arguments_bytes(candidate.call) - taken_bytes
         try:
             with _callable(candidates[signature].call, meter.device) as (call, recent):
                 return meter.latency_ms(call, recent, room)
@@ -533,7 +538,7 @@ def _library_bytes(graph: OperatorGraph, meter: Meter, room_bytes: float) -> int
     for phase in Phase:
         for operator in graph.operators:
             for item in _calls(graph, operator.implementations[0]) if operator.phase is phase else ():
-                if traits_of(item.call.target).runs_on_cublas and item.alone_bytes(meter.device) <= room_bytes:
+                if traits_of(item.call.target).runs_on_cublas and item.alone_bytes <= room_bytes:
                     of_kind.setdefault(item.call.target, item.call)
         total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
     return total

@@ -54,7 +54,7 @@ class CpuMeter:
         Args:
             run: the call.
             recent: the argument that may be in a cache when it begins: the result of the operator before it.
-            room_bytes: the most memory to empty caches with. Training has no more, in the midst of which it is.
+            room_bytes: the most memory to empty caches with; beside training, what its budget leaves.
         """
         other = torch.empty(_within(self._cache_bytes, room_bytes), dtype=torch.uint8)
         run()

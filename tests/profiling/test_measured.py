@@ -572,3 +572,20 @@ def test_nothing_is_measured_that_takes_more_than_the_room(monkeypatch):
     assert len(loss) > 1, "its leaner ways are there"
     assert loss[0].workspace_bytes >= logits_bytes
     assert loss[0].latency_ms > 0
+
+
+def test_weights_that_are_resident_rule_no_implementation_out():
+    """They are copied to measure a call; a schedule has them anyway."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8192), nn.ReLU(), nn.Linear(8192, 8)).requires_grad_(
+        False
+    )
+    model[0].requires_grad_(True)
+    traced = monetlite.trace(model, torch.randn(8, 64))
+    room_bytes = 4 * 8 * 8192 * 4
+    assert room_bytes < 4 * model[1].weight.numel()
+    measurement = measured.Measurement(traced, "cpu", room_bytes=room_bytes)
+    assert measurement.too_large == 0
+    measurement.run()
+    names = [[item.name for item in operator.implementations] for operator in measurement.profile().graph.operators]
+    every = [[item.name for item in operator.implementations] for operator in traced.available("cpu").operators]
+    assert names == every
