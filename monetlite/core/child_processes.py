@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -17,6 +18,9 @@ _T = TypeVar("_T")
 
 NICENESS = 13
 """Of a process that gives way: beside one that wants a core, too, it gets a twentieth of it."""
+
+PARENT_SECONDS = 1.0
+"""Time between looks at whether a parent is there."""
 
 
 def own_environment() -> dict[str, str]:
@@ -33,6 +37,23 @@ def give_way(process: "subprocess.Popen[bytes]") -> None:
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+
+
+def end_with(parent: int, tidy_up: Callable[[], object]) -> None:
+    """End this process once the one that began it is gone, however that ended; tidy up before.
+
+    Args:
+        parent: its number, which it has told: it may be gone by now.
+        tidy_up: called first.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        tidy_up()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class ChildFailed(RuntimeError):

@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from monetlite.core.child_processes import give_way, own_environment
+from monetlite.core.child_processes import end_with, give_way, own_environment
 from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import MonetliteError
 from monetlite.core.options import SolvingOptions
@@ -32,8 +31,6 @@ SHARES = 1 / 16, 1 / 4, 1.0
 """Parts of that time for which it solves, in turn, each time from the best schedule so far."""
 BETTER = 1e-3
 """Part of a schedule's latency by which another has to be faster to take its place."""
-PARENT_SECONDS = 1.0
-"""Time between looks at whether training goes on."""
 _MODULE, _REQUEST, _START, _LOG = "monetlite.planning.solving_process", "request.json", "start.yaml", "log"
 
 
@@ -113,19 +110,11 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path, owner: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_with(parent: int, folder: Path) -> None:
-    """End this process, and remove its folder, once its parent is gone, however that ended."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
 def _solve(folder: Path) -> None:
     """The process's own part."""
     count_own_time()
     request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
-    threading.Thread(target=_end_with, args=(request["parent"], folder), daemon=True).start()
+    end_with(request["parent"], partial(shutil.rmtree, folder, ignore_errors=True))
     profiles = [load_profile(folder / name) for name in request["profiles"]]
     solving = SolvingOptions(**request["solving"])
     best, least_ms, number = read_schedule(folder / _START), math.inf, 0
