@@ -39,7 +39,7 @@ from monetlite.exporting.exported_plan import ExportedPlan, price_step
 from monetlite.exporting.plan_file import Target, plan_text
 from monetlite.fx.torch_internals.torch_aot import aot_settings
 from monetlite.fx.torch_internals.torch_inductor import partitioning_backend
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)

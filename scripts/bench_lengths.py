@@ -25,7 +25,7 @@ import monetlite
 from monetlite.checking.comparison.bench import environment
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals.torch_modules import called_instead
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime.serving import own_bytes
 
 SHORTEST, LONGEST = 32, 512

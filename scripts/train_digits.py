@@ -20,7 +20,7 @@ from torch.nn import functional
 import monetlite
 from monetlite.core.units import format_bytes
 from monetlite.models import build_model
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.tracing.step_inputs import resident_bytes
 
 HELD_OUT = 297

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import monetlite
 import monetlite.tracing
-from monetlite.profiling import memory_use, meters
+from monetlite.profiling import memory_records, meters
 from monetlite.solving.annealing import compiling
 
 for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
@@ -136,7 +136,9 @@ def _forget_compiled_programs():
     """Dynamo keeps what it compiled for as long as the process lives; a suite of many models need not."""
     yield
     torch._dynamo.reset()
-    _ = memory_use.may_profile() or memory_use.may_profile()  # the record of a step that a test left ends here
+    _ = (
+        memory_records.may_profile() or memory_records.may_profile()
+    )  # the record of a step that a test left ends here
 
 
 _TRACED = {}

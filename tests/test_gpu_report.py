@@ -13,7 +13,7 @@ import pytest
 import monetlite
 from monetlite.allocator.allocator import MIB, PAGE_BYTES
 from monetlite.checking.comparison.peer_runs import PeerRun
-from monetlite.profiling import measured
+from monetlite.profiling import measured_calls
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_report.py"
 NOT_THERE = "cvxpy pyscipopt highspy scipy numba rich click platformdirs jsonschema matplotlib transformers"
@@ -43,7 +43,7 @@ def test_profile_there_solve_here_measure_there(script, tmp_path, monkeypatch, c
     monkeypatch.delenv("MONETLITE_CACHE")
     report, solved = tmp_path / "report", tmp_path / "solved"
     job = ("--output", report, "--job", "profile", "gpt")
-    cost = measured._cost
+    cost = measured_calls.cost_of_call
 
     def refuse(candidate, *rest, **options):
         if candidate.call.target.startswith("aten.gelu."):
@@ -51,13 +51,13 @@ def test_profile_there_solve_here_measure_there(script, tmp_path, monkeypatch, c
         return cost(candidate, *rest, **options)
 
     # One operator that can't be measured is a row, and so is the profile that is not there. The others are kept.
-    monkeypatch.setattr(measured, "_cost", refuse)
+    monkeypatch.setattr(measured_calls, "cost_of_call", refuse)
     assert one(script, "profile", *job) == 0
     operator, profile = rows_of(report)
     assert "gelu" in operator["setting"]
     assert "device-side assert" in operator["failure"]
     assert profile["failure"] == "1 operators can't be measured"
-    monkeypatch.setattr(measured, "_cost", cost)
+    monkeypatch.setattr(measured_calls, "cost_of_call", cost)
     (report / "rows.jsonl").unlink()
     assert one(script, "profile", *job, "--seconds", "0") == script.AGAIN
     assert one(script, "profile", *job) == 0

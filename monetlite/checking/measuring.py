@@ -16,6 +16,7 @@ from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.profiling import memory_use
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.meters import meter_for
 from monetlite.tracing.step_inputs import Inputs, resident_bytes, split_inputs
 
@@ -211,7 +212,7 @@ def _growth(load: Callable[[], None], device: str) -> Growth | None:
     """Run a function once, and measure the memory that it takes; None where Linux does not say."""
     if device == "cuda":
         before_bytes = torch.cuda.memory_allocated()
-        peak_bytes = memory_use.peak_growth_bytes(load, device)
+        peak_bytes = peak_growth_bytes(load, device)
         return Growth(kept_bytes=torch.cuda.memory_allocated() - before_bytes, peak_bytes=peak_bytes)
     before = memory_use.process_bytes()
     highest = memory_use.high_water_bytes(load)

@@ -16,10 +16,10 @@ from monetlite.core.errors import ModelError, first_line
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state, rng_state
 from monetlite.profiling.allocated import measuring_nothing
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.memory_use import (
     high_water_bytes,
     page_faults,
-    peak_growth_bytes,
     release_workspaces,
     releases,
     steady_heap,

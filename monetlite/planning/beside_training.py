@@ -28,7 +28,7 @@ from monetlite.planning.budgets import as_schedule, solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.planning.solving_process import SolvingProcess
 from monetlite.profiling.measured import Measurement
-from monetlite.profiling.memory_use import may_profile
+from monetlite.profiling.memory_records import may_profile
 from monetlite.profiling.step_additions import with_additions
 
 ROUGH_SECONDS = 1.25, 1.75

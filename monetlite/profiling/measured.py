@@ -1,35 +1,38 @@
 """Measured profiles: every distinct call of a graph once, with real data."""
 
 import contextlib
-import gc
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-
-import torch
 
 from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Cost, Profile, ProfileKind
-from monetlite.core.errors import CompileError, MonetliteError, ProfileError, first_line
+from monetlite.core.errors import CompileError, MonetliteError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
-from monetlite.operators import cudnn, resolve
+from monetlite.operators import cudnn
 from monetlite.operators.convolution import in_tf32
-from monetlite.operators.implementations import FUNCTIONS
-from monetlite.operators.program_calls import prepared
-from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
-from monetlite.operators.regions import is_compiled
-from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, is_collective, traits_of
 from monetlite.profiling.allocated import forget_growths
-from monetlite.profiling.arguments import arguments_bytes, depends_on_contents, make_arguments
+from monetlite.profiling.arguments import arguments_bytes
 from monetlite.profiling.busy_cores import warn_if_busy
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
-from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
+from monetlite.profiling.measured_calls import (
+    LacksMemory,
+    MeasuredCall,
+    as_function,
+    calls_of,
+    calls_to_measure,
+    cost_of_call,
+    measure_call,
+    run_once,
+)
+from monetlite.profiling.memory_use import steady_heap
 from monetlite.profiling.meters import Meter, convolves_in_tf32, meter_for
+from monetlite.profiling.plan_front import is_plan, on_front
 
 Progress = Callable[[int, int], None]
 """Called with (calls measured, calls in all)."""
@@ -108,7 +111,7 @@ class Measurement:
         self._graph = graph
         self._cache = CostCache(self._meter.environment())
         self._room_bytes = room_bytes
-        every = _candidates(graph)
+        every = calls_to_measure(graph)
         self._candidates = self._fitting(every)
         self._costs: dict[str, Cost] = {}
         self._too_large: list[str] = []
@@ -118,7 +121,7 @@ class Measurement:
         self.total = len(self._candidates)
         self.too_large = sum(item.alone_bytes > room_bytes for item in every.values())
 
-    def _fitting(self, candidates: "dict[str, _MeasuredCall]") -> "dict[str, _MeasuredCall]":
+    def _fitting(self, candidates: dict[str, MeasuredCall]) -> dict[str, MeasuredCall]:
         """Those that don't take more than the room, and that this process can run alone."""
         room_bytes = self._room_bytes
         return {
@@ -194,14 +197,14 @@ class Measurement:
         candidate, cost = self._candidates[signature], self._cache.get(signature)
         try:
             if cost is None:
-                cost = _measure(candidate, self._meter, self._room_bytes)
+                cost = measure_call(candidate, self._meter, self._room_bytes)
                 self._cache.put(signature, cost)
             self._costs[signature] = cost
         except MonetliteError as error:
-            if candidate.needed or not (candidate.only_plans or isinstance(error, (_OutOfMemory, CompileError))):
+            if candidate.needed or not (candidate.only_plans or isinstance(error, (LacksMemory, CompileError))):
                 raise
             _log.info("left out: %s", error)
-            if isinstance(error, _OutOfMemory):
+            if isinstance(error, LacksMemory):
                 self._too_large.append(candidate.name)
             elif isinstance(error, CompileError):
                 self._not_compiled.append(f"{candidate.name}: {first_line(error.__cause__ or error)}")
@@ -217,9 +220,9 @@ class Measurement:
         forget_growths()  # as `run` does
         graph = self._graph
         if not self.known:
-            graph = graph.restricted(lambda item: alternatives and not _is_plan(item))
-        candidates, end = _candidates(graph), time.monotonic() + seconds
-        moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
+            graph = graph.restricted(lambda item: alternatives and not is_plan(item))
+        candidates, end = calls_to_measure(graph), time.monotonic() + seconds
+        moved = {signature: candidate.moved_bytes for signature, candidate in candidates.items()}
         large = _LARGE * max(moved.values(), default=0)
         decisive = {item for item in candidates if candidates[item].needed and moved[item] >= large}
         costs: dict[str, Cost] = {}
@@ -231,7 +234,7 @@ class Measurement:
                 soon = signature in decisive or time.monotonic() < end
                 if cost is None and soon and signature in fitting:
                     with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
-                        cost = _rough[key] = _cost(candidates[signature], self._meter, rough=True)
+                        cost = _rough[key] = cost_of_call(candidates[signature], self._meter, rough=True)
                 if cost is not None:
                     costs[signature] = cost
         return on_front(self._priced(graph, candidates, costs))
@@ -250,12 +253,12 @@ class Measurement:
                 f"Inductor can't compile {len(self._not_compiled)} implementations of regions of operators, which "
                 f"are left out: {_listed(self._not_compiled)}. Those regions run in their other ways"
             )
-        every = _candidates(self._graph)
+        every = calls_to_measure(self._graph)
         cached = {signature: cost for signature in every if (cost := self._cache.get(signature)) is not None}
         return on_front(self._priced(self._graph, every, cached | self._costs))
 
     def _priced(
-        self, graph: OperatorGraph, candidates: "Mapping[str, _MeasuredCall]", measured: Mapping[str, Cost]
+        self, graph: OperatorGraph, candidates: Mapping[str, MeasuredCall], measured: Mapping[str, Cost]
     ) -> Profile:
         """The defaults, and the implementations whose costs are known."""
         costs = dict(measured) | dict(_by_family(candidates, measured))
@@ -265,7 +268,7 @@ class Measurement:
         )
 
         def cost_of(item: Implementation) -> Cost:
-            found = [costs[call.signature] for call in _calls(graph, item)]
+            found = [costs[call.signature] for call in calls_of(graph, item)]
             if not found:
                 return Cost(latency_ms=0.0, workspace_bytes=0)
             first, last = found[0], found[-1]
@@ -287,9 +290,9 @@ class Measurement:
         )
 
 
-def _by_family(candidates: "Mapping[str, _MeasuredCall]", costs: Mapping[str, Cost]) -> Iterator[tuple[str, Cost]]:
+def _by_family(candidates: Mapping[str, MeasuredCall], costs: Mapping[str, Cost]) -> Iterator[tuple[str, Cost]]:
     """Costs of defaults that were not measured: what others of their family cost, by the bytes that they move."""
-    moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
+    moved = {signature: candidate.moved_bytes for signature, candidate in candidates.items()}
     known = {signature: family_of(candidates[signature].call.target) for signature in costs if signature in moved}
     for signature, candidate in candidates.items():
         if not candidate.needed or signature in costs:
@@ -310,126 +313,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
 
 
-def _moved_bytes(candidate: "_MeasuredCall") -> int:
-    """Bytes that a call reads and writes."""
-    specs = [ref.spec for ref in candidate.call.tensors()]
-    return candidate.result_bytes + sum(math.prod(spec.shape) * item_bytes(spec.dtype) for spec in specs)
-
-
-def on_front(profile: Profile) -> Profile:
-    """The same profile with only those of cuDNN's plans that are worth choosing.
-
-    A plan is worth choosing if nothing costs at most as much in both latency and workspace, among the operator's
-    other plans and what can always take a plan's place: implementations that read no more, are as exact, overwrite
-    nothing and have no guard.
-    """
-    kept: set[tuple[tuple[int, ...], str]] = set()
-    for operator, costs in zip(profile.graph.operators, profile.costs, strict=True):
-        plan = next(filter(_is_plan, operator.implementations), None)
-        if plan is not None:
-            rivals = [
-                (item, cost)
-                for item, cost in zip(operator.implementations, costs, strict=True)
-                if _is_plan(item) or _replaces(item, plan)
-            ]
-            front = pareto([cost for _, cost in rivals])
-            kept |= {(rivals[at][0].writes, rivals[at][0].name) for at in front}
-    return profile.restricted(lambda item: not _is_plan(item) or (item.writes, item.name) in kept)
-
-
-def _replaces(item: Implementation, plan: Implementation) -> bool:
-    no_more = set(item.reads) <= set(plan.reads) and item.tolerance <= plan.tolerance
-    return no_more and not item.overwrites and item.guard is None
-
-
-def pareto(costs: Sequence[Cost]) -> list[int]:
-    """Positions of the costs that no other one is at or below in both latency and workspace.
-
-    Of equal costs, the first is taken.
-    """
-    order = sorted(range(len(costs)), key=lambda at: (costs[at].latency_ms, costs[at].workspace_bytes))
-    front: list[int] = []
-    for at in order:
-        if not front or costs[at].workspace_bytes < costs[front[-1]].workspace_bytes:
-            front.append(at)
-    return sorted(front)
-
-
-def _is_plan(item: Implementation) -> bool:
-    return item.name.startswith(cudnn.PREFIX)
-
-
-@dataclass(kw_only=True)
-class _MeasuredCall:
-    """A distinct call to measure, named after the first operator and implementation that make it.
-
-    Attributes:
-        result_bytes: memory of its results beyond the memory that they take over.
-        needed: True if the default implementation of some operator makes it.
-        only_plans: True if only cuDNN's plans make it.
-    """
-
-    call: Call
-    result_bytes: int
-    name: str = ""
-    needed: bool = False
-    only_plans: bool = True
-
-    @property
-    def signature(self) -> str:
-        return f"{self.call.signature} {self.result_bytes}"
-
-    @property
-    def own_bytes(self) -> int:
-        """Memory for itself, of functions that say it for a GPU."""
-        registered = FUNCTIONS.get(self.call.target)
-        return 0 if registered is None else registered.workspace_bytes(self.call)
-
-    @property
-    def alone_bytes(self) -> int:
-        """Memory that a step needs for it at the least, beside what is resident.
-
-        What other implementations take for themselves is left out: that figure may be too high, and would rule
-        them out.
-        """
-        of_step_bytes = arguments_bytes(self.call, resident=False) + self.result_bytes
-        return of_step_bytes + (self.own_bytes if self.needed else 0)
-
-
-def _candidates(graph: OperatorGraph) -> dict[str, _MeasuredCall]:
-    """Calls to measure, by signature."""
-    found: dict[str, _MeasuredCall] = {}
-    for operator in graph.operators:
-        for number, item in enumerate(operator.implementations):
-            for call in _calls(graph, item):
-                known = found.setdefault(call.signature, call)
-                known.name = known.name or f"{operator.name} ({call.call.target}, {item.name})"
-                known.needed |= number == 0
-                known.only_plans &= _is_plan(item)
-    return found
-
-
 def _of_known_costs(graph: OperatorGraph, costs: Mapping[str, Cost]) -> OperatorGraph:
     """A graph with the defaults and the implementations whose costs are known."""
-    return graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
+    return graph.restricted(lambda item: all(call.signature in costs for call in calls_of(graph, item)))
 
 
-def _calls(graph: OperatorGraph, item: Implementation) -> Iterator[_MeasuredCall]:
-    """The first call of an implementation and, where later runs make another call, that one."""
-    if item.call is None or not item.call.outputs:  # nothing is computed
-        return
-    overwritten = sum(graph.values[value].size_bytes for value in item.overwrites)
-    used = [position for position, name in enumerate(item.call.outputs) if name is not None]
-    size = {position: graph.values[value].size_bytes for position, value in zip(used, item.writes, strict=False)}
-    for call in (item.call, item.again):
-        if call is item.call or (call is not None and call.target != REPLAY):
-            written = sum(size.get(position, 0) for position, name in enumerate(call.outputs) if name is not None)
-            if call.target == REPLAY:  # a state of the generator can't be made up
-                call = drawn_call(call)
-            yield _MeasuredCall(call=call, result_bytes=written - overwritten)
-
-
-def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Meter, room_bytes: float) -> None:
+def _recheck(candidates: dict[str, MeasuredCall], cache: CostCache, meter: Meter, room_bytes: float) -> None:
     """Forget the costs of these calls that the cache has, if they were measured while other work ran."""
     known = {signature: cost for signature in candidates if (cost := cache.get(signature)) is not None}
 
@@ -438,7 +327,7 @@ def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Mete
         taken_bytes = candidate.result_bytes + known[signature].workspace_bytes
         room = room_bytes - arguments_bytes(candidate.call) - taken_bytes
         try:
-            with _callable(candidates[signature].call, meter.device) as (call, recent):
+            with as_function(candidates[signature].call, meter.device) as (call, recent):
                 return meter.latency_ms(call, recent, room)
         except (RuntimeError, MemoryError):  # out of memory beside what is there now: the known cost stays
             return math.inf
@@ -451,82 +340,6 @@ def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Mete
         cache.forget(known)
 
 
-class _OutOfMemory(ProfileError):
-    """A call that did not fit beside what else is in memory."""
-
-
-def _measure(candidate: _MeasuredCall, meter: Meter, room_bytes: float) -> Cost:
-    try:
-        try:
-            return _cost(candidate, meter, room_bytes)
-        except (RuntimeError, IndexError) as error:
-            if is_out_of_memory(error) or isinstance(error, CompileError):
-                raise
-            try:
-                return _cost(candidate, meter, room_bytes, fractions=True)
-            except RuntimeError:
-                raise error from None
-    except CompileError:
-        raise
-    except (RuntimeError, MemoryError, IndexError, TypeError) as error:
-        reason = first_line(error)
-        if is_out_of_memory(error):
-            raise _OutOfMemory(
-                f"{candidate.name} does not fit into {meter.device}'s memory, alone: {reason}. "
-                "Free what else is there, lower the batch, or estimate the costs instead (name a device, as in "
-                "--device a100-40gb)"
-            ) from error
-        raise ProfileError(
-            f"{candidate.name} can't be measured alone on {meter.device}: {reason}. "
-            "Estimate the costs instead (name a device, as in --device a100-40gb), or lower the batch"
-        ) from error
-    finally:
-        gc.collect(0)
-
-
-def _cost(
-    measured: _MeasuredCall,
-    meter: Meter,
-    room_bytes: float = math.inf,
-    *,
-    fractions: bool = False,
-    rough: bool = False,
-) -> Cost:
-    with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
-        if meter.device == "cuda" or is_compiled(measured.call.target):
-            call()  # has libraries allocate what they keep, or compiles, and tunes with memory of its own
-        taken_ms: list[float] = []
-        growth_bytes = meter.growth_bytes(lambda: taken_ms.append(meter.once_ms(call)))
-        if rough and len(taken_ms) < 2:
-            taken_ms.append(meter.once_ms(call))  # without what the first run has to load
-        room = room_bytes - arguments_bytes(measured.call) - growth_bytes
-        latency_ms = min(taken_ms) if rough else meter.latency_ms(call, recent, room)
-        host_ms = 0.0 if rough else meter.host_ms(call)
-        workspace_bytes = max(0, growth_bytes - measured.result_bytes)
-        return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes, host_ms=host_ms)
-
-
-@contextlib.contextmanager
-def _callable(
-    call: Call, device: str, *, fractions: bool = False
-) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
-    """A call with arguments (see `make_arguments`), and the first of those that is a tensor.
-
-    Where a kernel for CUDA finds its arguments wrong, CUDA is lost to the process. So a call whose arguments may be
-    wrong runs on the CPU first, which raises an error.
-    """
-    function = prepared(call.target, resolve(call.target))
-    if device == "cuda" and depends_on_contents(call):
-        with contextlib.suppress(NotImplementedError), _callable(call, "cpu", fractions=fractions) as (tried, _):
-            tried()
-    with torch.no_grad(), forked_state(device):
-        args, kwargs = make_arguments(call, device, fractions=fractions)
-        yield (
-            lambda: function(*args, **kwargs),
-            next((item for item in args if isinstance(item, torch.Tensor)), None),
-        )
-
-
 def _library_bytes(graph: OperatorGraph, meter: Meter, room_bytes: float) -> int:
     """Memory that libraries keep between the calls of a step, in bytes.
 
@@ -537,13 +350,8 @@ def _library_bytes(graph: OperatorGraph, meter: Meter, room_bytes: float) -> int
     total, of_kind = 0, dict[str, Call]()
     for phase in Phase:
         for operator in graph.operators:
-            for item in _calls(graph, operator.implementations[0]) if operator.phase is phase else ():
+            for item in calls_of(graph, operator.implementations[0]) if operator.phase is phase else ():
                 if traits_of(item.call.target).runs_on_cublas and item.alone_bytes <= room_bytes:
                     of_kind.setdefault(item.call.target, item.call)
-        total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
+        total += meter.kept_bytes([partial(run_once, call, meter.device) for call in of_kind.values()])
     return total
-
-
-def _run_once(call: Call, device: str) -> None:
-    with _callable(call, device) as (function, _):
-        function()

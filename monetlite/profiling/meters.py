@@ -15,13 +15,8 @@ import torch
 from monetlite.core.errors import DeviceError
 from monetlite.fx.torch_internals.torch_cuda import occupy_gpu
 from monetlite.operators.cudnn import tf32_allowed
-from monetlite.profiling.memory_use import (
-    high_water_growth_bytes,
-    kept_bytes,
-    nvidia_smi,
-    page_faults,
-    peak_growth_bytes,
-)
+from monetlite.profiling.memory_records import peak_growth_bytes
+from monetlite.profiling.memory_use import high_water_growth_bytes, kept_bytes, nvidia_smi, page_faults
 
 MIN_RUNS, MAX_RUNS = 3, 7
 MIN_SECONDS = 0.15

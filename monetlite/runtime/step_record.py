@@ -13,7 +13,7 @@ from monetlite.core.joining import LetGo, OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import watched, weak_storage
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
-from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
+from monetlite.profiling.memory_records import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.recorded_step import Given, PieceRun, RecordedStep
 

@@ -15,7 +15,7 @@ from monetlite.core.errors import CudnnError, ProfileError
 from monetlite.core.simulate import simulate
 from monetlite.operators import cudnn
 from monetlite.profiling import measured
-from monetlite.profiling.measured import on_front, pareto
+from monetlite.profiling.plan_front import on_front, pareto
 
 
 @pytest.fixture
@@ -137,13 +137,13 @@ def block():
 class TestMeasured:
     def measure(self, monkeypatch, price):
         """A profile of the block in which implementations cost what `price` says, by name."""
-        measure = measured._measure
+        measure = measured.measure_call
 
         def priced_after_running(candidate, meter, room_bytes):
             measure(candidate, meter, room_bytes)
             return cost(*price(candidate.name.rpartition(", ")[2].rstrip(")")))
 
-        monkeypatch.setattr(measured, "_measure", priced_after_running)
+        monkeypatch.setattr(measured, "measure_call", priced_after_running)
         return monetlite.profile(block(), "cuda")
 
     def test_plans_on_the_front_are_in_the_profile(self, frontend, meter, monkeypatch):

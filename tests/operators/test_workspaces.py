@@ -15,7 +15,7 @@ from monetlite.operators import (
     relu,
 )
 from monetlite.operators.implementations import FUNCTIONS, name_of
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 
 SLACK_BYTES = 40_000
 """For what is of the size of channels and rows."""

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.profiling import measured
-from monetlite.profiling.arguments import _contents, depends_on_contents, index_bound
+from monetlite.profiling import measured_calls
+from monetlite.profiling.arguments import _contents, depends_on_contents, index_bound, make_arguments
+from monetlite.profiling.measured import measure_profile
+from monetlite.profiling.measured_calls import as_function, calls_to_measure
 from monetlite.profiling.meters import meter_for
 
 
@@ -92,9 +94,9 @@ def particular():
 
 def test_made_up_arguments_are_valid_at_once(particular, monkeypatch):
     """On a GPU the first invalid ones end the process. The CPU's kernels raise an error."""
-    candidates = measured._candidates(particular)
+    candidates = calls_to_measure(particular)
     for candidate in candidates.values():
-        with measured._callable(candidate.call, "cpu") as (call, _):
+        with as_function(candidate.call, "cpu") as (call, _):
             call()
     targets = {candidate.call.target.split(".")[1] for candidate in candidates.values()}
     assert {"bernoulli", "binary_cross_entropy", "poisson", "nll_loss_forward", "gather", "index_put"} <= targets
@@ -102,16 +104,16 @@ def test_made_up_arguments_are_valid_at_once(particular, monkeypatch):
 
 def test_what_is_unknown_runs_on_the_cpu_before_it_runs_on_a_gpu(particular, monkeypatch):
     devices, unknown = [], []
-    make = measured.make_arguments
+    make = make_arguments
 
     def made(call, device, **options):
         devices.append((call.target, device))
         return make(call, "cpu", **options)
 
-    monkeypatch.setattr(measured, "make_arguments", made)
-    monkeypatch.setattr(measured, "forked_state", lambda device: contextlib.nullcontext())
-    for candidate in measured._candidates(particular).values():
-        with measured._callable(candidate.call, "cuda"):
+    monkeypatch.setattr(measured_calls, "make_arguments", made)
+    monkeypatch.setattr(measured_calls, "forked_state", lambda device: contextlib.nullcontext())
+    for candidate in calls_to_measure(particular).values():
+        with as_function(candidate.call, "cuda"):
             unknown += [candidate.call.target] * depends_on_contents(candidate.call)
     tried = [target for target, device in devices if device == "cpu"]
     assert tried == unknown
@@ -120,7 +122,7 @@ def test_what_is_unknown_runs_on_the_cpu_before_it_runs_on_a_gpu(particular, mon
 
 def test_indices_are_of_every_row(particular):
     """Those of a single row would add up at one address, which takes a GPU longer."""
-    bounds = {c.call.target: index_bound(c.call) for c in measured._candidates(particular).values()}
+    bounds = {c.call.target: index_bound(c.call) for c in calls_to_measure(particular).values()}
     assert bounds["aten.scatter_add.default"] == 6
     assert bounds["aten.index_put.default"] == 6
     assert bounds["aten.embedding.default"] == 7
@@ -131,8 +133,8 @@ def test_bits_of_a_mask_are_as_often_one_as_zero():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 64), nn.Hardtanh())
     graph = monetlite.trace(model, torch.randn(512, 64))
     shares = {}
-    for candidate in measured._candidates(graph).values():
-        args, _ = measured.make_arguments(candidate.call, "cpu")
+    for candidate in calls_to_measure(graph).values():
+        args, _ = make_arguments(candidate.call, "cpu")
         for made in args:
             if isinstance(made, torch.Tensor) and made.dtype is torch.uint8:
                 bits = sum(byte.bit_count() for byte in made.flatten().tolist())
@@ -157,7 +159,7 @@ class Rounding(nn.Module):
 def test_numbers_of_eight_bits_are_measured():
     graph = monetlite.trace(Rounding(), torch.randn(4, 8))
     assert "float8_e4m3fn" in {value.dtype for value in graph.values}
-    measured.measure_profile(graph, "cpu")
+    measure_profile(graph, "cpu")
     assert _contents(100, torch.float8_e5m2, "cpu", None, True).float().min() > 0
 
 

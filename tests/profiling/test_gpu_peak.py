@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from monetlite.profiling.allocated import AllocatedGrowth
-from monetlite.profiling.memory_use import MemoryRecord, peak_growth_bytes
+from monetlite.profiling.memory_records import MemoryRecord, peak_growth_bytes
 
 
 class Allocator:

@@ -25,9 +25,10 @@ from monetlite.core.graph import (
 )
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.profiling import cost_cache, measured, meters
+from monetlite.profiling import cost_cache, measured, measured_calls, meters
 from monetlite.profiling.arguments import make_arguments
-from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
+from monetlite.profiling.memory_records import peak_growth_bytes, running_totals
+from monetlite.profiling.memory_use import high_water_growth_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
 
 MIB = 2**20
@@ -404,11 +405,11 @@ def test_what_a_library_keeps_after_its_first_call_is_no_workspace(monkeypatch, 
     counting.device = "cuda"
     monkeypatch.setattr(counting, "once_ms", lambda run: run() and 1.0, raising=False)
     monkeypatch.setattr(counting, "growth_bytes", growth_bytes)
-    monkeypatch.setattr(measured, "_callable", loading)
-    product = measured._MeasuredCall(
+    monkeypatch.setattr(measured_calls, "as_function", loading)
+    product = measured_calls.MeasuredCall(
         call=Call(target="aten.mm.default", args=(), outputs=("made",)), result_bytes=0
     )
-    assert measured._cost(product, counting).workspace_bytes == 10**3
+    assert measured_calls.cost_of_call(product, counting).workspace_bytes == 10**3
 
 
 def test_indices_are_in_range():

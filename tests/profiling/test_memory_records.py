@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from monetlite.profiling.memory_use import MemoryRecord, is_profiling, may_profile, running_totals
+from monetlite.profiling.memory_records import MemoryRecord, is_profiling, may_profile, running_totals
 
 EXITS = """
-from monetlite.profiling.memory_use import MemoryRecord
+from monetlite.profiling.memory_records import MemoryRecord
 record = MemoryRecord("cpu")
 record.mark("step")
 """

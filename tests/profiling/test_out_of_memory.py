@@ -11,6 +11,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured
+from monetlite.profiling.measured_calls import calls_to_measure
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB.\nSee above."
@@ -67,7 +68,7 @@ def graph():
 
 def defaults(graph):
     """How many distinct calls the default implementations make, and all of them."""
-    candidates = measured._candidates(graph.available("cpu"))
+    candidates = calls_to_measure(graph.available("cpu"))
     return {name for name, item in candidates.items() if item.needed}, list(candidates)
 
 

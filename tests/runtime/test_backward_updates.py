@@ -18,7 +18,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import DELIVERY
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.step_additions import with_step_in_backward
 from monetlite.runtime.backward_updates import BackwardUpdates, refuse_without_updates
 

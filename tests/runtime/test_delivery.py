@@ -15,7 +15,7 @@ from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import DELIVERY
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime import gradient_delivery
 from monetlite.tracing import graph_builder
 

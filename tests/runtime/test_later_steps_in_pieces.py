@@ -21,7 +21,7 @@ from torch._dynamo import graph_break
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.profiling.memory_use import is_profiling
+from monetlite.profiling.memory_records import is_profiling
 from monetlite.runtime import breaks, model_in_pieces
 from monetlite.runtime.pieces import PiecewiseTraining
 

@@ -22,7 +22,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models.convnets import DenseNet
 from monetlite.profiling import meters
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.step_additions import with_accumulation
 
 

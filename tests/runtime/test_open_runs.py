@@ -9,7 +9,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 
 RUNS = 3
 

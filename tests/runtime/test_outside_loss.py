@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime import outside_loss
 from monetlite.runtime.serving import own_bytes
 

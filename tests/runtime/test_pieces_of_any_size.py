@@ -15,7 +15,7 @@ from torch._dynamo import graph_break
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import TraceError
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.tracing.sized_graphs import SizedGraphs
 from monetlite.tracing.step_inputs import resident_bytes

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import monetlite
 from monetlite.planning import beside_training
 from monetlite.profiling import meters
-from monetlite.profiling.memory_use import is_profiling, peak_growth_bytes
+from monetlite.profiling.memory_records import is_profiling, peak_growth_bytes
 from monetlite.runtime import pieces
 from monetlite.runtime.torch_compile import whole_step
 from monetlite.tracing.step_inputs import device_of, gpu_of

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.operators import cudnn
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime import varying_step
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.serving import input_signature

@@ -14,7 +14,7 @@ import monetlite
 from monetlite.core.errors import DeviceError, TraceError
 from monetlite.core.graph import Phase, TensorRef, ValueKind
 from monetlite.models import build_model
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 
 LOGGER = logging.getLogger(__name__)
 
