@@ -264,7 +264,7 @@ class Resident:
     inputs: Count = 0
     optimizer: Count = 0
     gradients: Count = 0
-    """Of earlier batches, to which those of this step are added."""
+    """Of earlier batches, to which those of this step are added; copies in DistributedDataParallel's buckets."""
     libraries: Count = 0
     """Memory that libraries keep between their calls: cuBLAS's workspaces on CUDA."""
 

@@ -270,7 +270,7 @@ def with_accumulation(profile: Profile) -> Profile:
         (step,) = operators[-1].implementations
         operators[-1] = replace(operators[-1], implementations=(replace(step, reads=()),))
     kept_bytes = sum(graph.values[index].size_bytes for index in gradients)
-    resident = replace(graph.resident, gradients=kept_bytes)
+    resident = replace(graph.resident, gradients=graph.resident.gradients + kept_bytes)
     graph = replace(graph, values=values, operators=tuple(operators), resident=resident)
     return replace(profile, graph=graph, accumulate=True)
 

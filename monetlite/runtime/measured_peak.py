@@ -15,7 +15,7 @@ from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.allocated import MAX_LATE, AllocatedGrowth
 from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.serving import as_passed, own_bytes
-from monetlite.tracing.step_inputs import Arguments, device_of
+from monetlite.tracing.step_inputs import Arguments, bucket_bytes, device_of
 
 OVER, OVER_BYTES = 0.05, 10**6
 """Share of the budget, and bytes, by which a measured peak exceeds it where that is warned of."""
@@ -59,6 +59,7 @@ class MeasuredPeak:
         gradient_bytes = gradients_of(own)
         held_bytes = own_bytes(own) + gradient_bytes + self._held_outputs()
         parameters = {item for item in own if isinstance(item, nn.Parameter) and item.requires_grad}
+        buckets_bytes = bucket_bytes(parameters)
         trained = [(item.nbytes, item.numel()) for item in parameters]
         growth, captured_before = AllocatedGrowth(device), seconds_captured()
 
@@ -73,7 +74,7 @@ class MeasuredPeak:
                 return
             self._told = True
             own_step_bytes = held_bytes + state_bytes(trained, by.optimizer)
-            before_bytes = growth.before_bytes if device == "cuda" else own_step_bytes
+            before_bytes = growth.before_bytes if device == "cuda" else own_step_bytes + buckets_bytes
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             peak_bytes = before_bytes + max(found)
@@ -123,7 +124,7 @@ def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int, gradient_b
     said = f"a step took {format_bytes(peak_bytes)}, more than the budget of {format_bytes(budget_bytes)}. "
     if peak_bytes - other_bytes <= most_bytes:
         return said + (
-            f"{format_bytes(other_bytes)} of that were on the GPU before, beside the model, its gradients and its "
+            f"{format_bytes(other_bytes)} of that were in memory before, beside the model, its gradients and its "
             "inputs. An optimizer's state counts in the budget if optimizer= names it. Take what else is there "
             "(another model, data) off the budget"
         )

@@ -58,6 +58,7 @@ from monetlite.tracing.sized_graphs import Limits
 from monetlite.tracing.step_inputs import (
     Arguments,
     autocast_dtype,
+    bucket_bytes,
     device_of,
     tensor_arguments,
     tensors_in_order,
@@ -510,8 +511,10 @@ class StepPlans:
         self._remember(self._planned, captured)
 
     def _resident_bytes(self, call: Arguments) -> int:
-        """Bytes of the model's tensors and of a call's."""
-        return own_bytes([*self.model.parameters(), *self.model.buffers(), *as_passed(*call)])
+        """Bytes of the model's tensors and of a call's; and of buckets, which no schedule counts that was given."""
+        parameters = list(self.model.parameters())
+        buckets_bytes = 0 if self.budget is None else bucket_bytes(parameters)
+        return own_bytes([*parameters, *self.model.buffers(), *as_passed(*call)]) + buckets_bytes
 
     def serving(self, call: Arguments) -> list[Schedule]:
         """The schedules that can serve a call's inputs, those for the smallest inputs first."""

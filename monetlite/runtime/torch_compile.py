@@ -41,7 +41,7 @@ from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS, line_of
-from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.step_inputs import autocast_dtype, bucket_bytes, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 _PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS, _SIZES = "pieces", "whole", "left alone", "numbers", "sizes"
@@ -115,7 +115,8 @@ def compile_graph(
 
         nonlocal plan
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
-        plan = GraphPlan(traced_in, chosen, own_bytes(resident), device)
+        buckets_bytes = 0 if chosen.budget is None else bucket_bytes(resident)
+        plan = GraphPlan(traced_in, chosen, own_bytes(resident) + buckets_bytes, device)
         return plan.lowered()
 
     gpu = gpu_of(graph, inputs)

@@ -12,6 +12,7 @@ from torch import nn
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import Resident
 from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_ddp import ddp_around, reduced_by
 from monetlite.fx.torch_internals.torch_dispatch import storage_key, stored
 from monetlite.fx.torch_internals.torch_modules import uncompiled
 
@@ -92,12 +93,12 @@ def tensors_in_order(
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
-    """Bytes of a step's parameters, buffers and other inputs, each storage counted once.
+    """Bytes of a step's parameters, buffers and other inputs, each storage counted once, and of buckets.
 
     Parameters may be among the inputs, too.
     """
     inputs = list(inputs)
-    given = (item for item in inputs if isinstance(item, nn.Parameter))
+    given = [item for item in inputs if isinstance(item, nn.Parameter)]
     seen: set[int] = set()
 
     def total(tensors: Iterable[object]) -> int:
@@ -109,7 +110,25 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
         return size
 
     parameters = total([*model.parameters(), *given])
-    return Resident(parameters=parameters, buffers=total(model.buffers()), inputs=total(inputs))
+    return Resident(
+        parameters=parameters,
+        buffers=total(model.buffers()),
+        inputs=total(inputs),
+        gradients=bucket_bytes([*model.parameters(), *given]),
+    )
+
+
+def bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of these parameters' places in the buckets of the DistributedDataParallel whose forward pass runs.
+
+    They are there from its making on, beside the gradients. With `gradient_as_bucket_view` the gradients are in
+    them, from their delivery on.
+    """
+    ddp = ddp_around()
+    if ddp is None:
+        return 0
+    given = set(parameters)
+    return sum(item.nbytes for item in reduced_by(ddp) if item in given)
 
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:

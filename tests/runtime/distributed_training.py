@@ -1,6 +1,6 @@
 """Two processes on the CPU train a wrapped and a plain model side by side, in each way that is asked for.
 
-python distributed_training.py MEETING_FILE ddp fsdp blocks collectives models
+python distributed_training.py MEETING_FILE ddp fsdp blocks collectives buckets models
 """
 
 import copy
@@ -22,6 +22,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 
 import monetlite
 from monetlite.operators.traits import is_collective
+from monetlite.profiling.memory_records import peak_growth_bytes
 
 STEPS, WIDTH = 4, 512
 
@@ -176,13 +177,35 @@ def collectives(rank: int) -> None:
     same(trained, plain)
 
 
+def buckets(rank: int) -> None:
+    """A budget counts the copy of the gradients that DistributedDataParallel keeps."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)]
+    trained, x = nn.Sequential(*layers), torch.randn(2048, WIDTH)
+    weights_bytes = sum(item.nbytes for item in trained.parameters())
+    budget = 70_000_000
+    model = monetlite.MONeTWrapper(trained, budget=budget, wait=True, time_limit=2)
+    reducing = DistributedDataParallel(model, gradient_as_bucket_view=rank == 1)
+
+    def step() -> None:
+        reducing(x).square().mean().backward()
+
+    for _ in range(3):
+        step()
+        model.zero_grad()
+    assert model.schedule is not None
+    assert 0.9 * budget < model.schedule.peak_bytes <= budget
+    dist.barrier()  # so that none of the gradients' sums is still awaited
+    peak_bytes = 2 * weights_bytes + x.nbytes + peak_growth_bytes(step)
+    assert peak_bytes <= budget, f"{peak_bytes} bytes with the buckets"
+
+
 def run(rank: int, meeting: str, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     for kind in kinds:
         torch.manual_seed(0)
-        kinds_of = {"ddp": ddp, "fsdp": fsdp, "blocks": blocks, "collectives": collectives, "models": models}
-        kinds_of[kind](rank)
+        kinds_of = {"ddp": ddp, "fsdp": fsdp, "blocks": blocks, "collectives": collectives, "buckets": buckets}
+        (kinds_of | {"models": models})[kind](rank)
         os.write(1, f"{kind}\n".encode())
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("distributed_training.py")
-KINDS = ["ddp", "fsdp", "blocks", "collectives", *(["models"] if "MONETLITE_THOROUGH" in os.environ else [])]
+KINDS = ["ddp", "fsdp", "blocks", "collectives", "buckets"] + ["models"] * ("MONETLITE_THOROUGH" in os.environ)
 
 
 def test_two_processes(tmp_path):

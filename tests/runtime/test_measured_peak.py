@@ -159,7 +159,7 @@ def test_what_runs_between_the_passes_and_exceeds_the_budget_is_warned_of():
 def test_what_a_gpu_held_before_is_told_apart_from_what_a_step_takes():
     """As of an optimizer whose state the budget does not count."""
     said = over_budget(5_000_000_000, 3_000_000_000, 2_100_000_000, 0)
-    assert "2.1 GB of that were on the GPU before" in said
+    assert "2.1 GB of that were in memory before" in said
     assert "optimizer=" in said
     assert "between" not in said
     assert "between its forward and its backward pass" in over_budget(

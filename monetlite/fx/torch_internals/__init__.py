@@ -13,6 +13,7 @@ that is supported.
 | `torch_inductor` | Inductor's compiler |
 | `torch_auto_sac` | the planner of selective checkpointing |
 | `torch_modules` | tensors and hooks that modules hold |
+| `torch_ddp` | DistributedDataParallel around a model |
 | `torch_cuda` | allocator, workspaces and streams of a GPU |
 | `torch_profiler` | allocation events of the CPU profiler |
 | `torch_pytree` | nested lists, tuples and dicts |

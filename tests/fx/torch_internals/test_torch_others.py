@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monetlite.fx.torch_internals import torch_cuda, torch_pytree
 from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
 from monetlite.fx.torch_internals.torch_auto_sac import REQUIRED, auto_sac
+from monetlite.fx.torch_internals.torch_ddp import ddp_around, reduced_by
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import (
@@ -105,6 +106,26 @@ def test_a_module_holds_its_tensors_in_these_dictionaries() -> None:
     assert list(other.state_dict()) == list(model.state_dict())
     apply_to_tensors(other, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     assert model.weight.dtype == torch.float64
+
+
+def test_a_forward_pass_finds_the_ddp_around_it(tmp_path) -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(ddp_around())
+            return super().forward(x)
+
+    found: list[object] = []
+    model = Asking(2, 2)
+    model.weight.requires_grad_(False)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2))
+        assert found == [ddp, None]
+        assert reduced_by(ddp) == [model.bias]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_compiled_module_has_the_module() -> None:
