@@ -32,7 +32,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
-from monetlite.planning.budgets import layouts_to_try, solve_layouts
+from monetlite.planning.layouts import layouts_to_try, solve_layouts
 from monetlite.profiling.meters import meter_for
 from monetlite.tracing import split_inputs
 

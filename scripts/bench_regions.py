@@ -152,7 +152,7 @@ def measure(name: str, shares: list[float], rounds: int, time_limit: float) -> d
     from monetlite.checking.trainee import default_loss
     from monetlite.core.errors import InfeasibleBudget
     from monetlite.core.options import split_options
-    from monetlite.planning.budgets import layouts_to_try, solve_layouts
+    from monetlite.planning.layouts import layouts_to_try, solve_layouts
     from monetlite.planning.pipeline import price
     from monetlite.tracing import split_inputs, trace_layouts
 

@@ -26,7 +26,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import parse_budget
-from monetlite.planning.budgets import solve_layouts
+from monetlite.planning.layouts import solve_layouts
 from monetlite.solving.smallest import smallest_budget
 from monetlite.tracing import trace_layouts
 

@@ -39,7 +39,7 @@ def solve(args: argparse.Namespace) -> int:
     """A schedule for each model and budget that there is one for. What is there already stays."""
     from monetlite.core.errors import InfeasibleBudget, MonetliteError
     from monetlite.core.options import SolvingOptions
-    from monetlite.planning.budgets import solve_layouts
+    from monetlite.planning.layouts import solve_layouts
 
     args.output.mkdir(parents=True, exist_ok=True)
     broken = False

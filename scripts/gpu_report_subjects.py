@@ -11,7 +11,7 @@ from gpu_report_models import SMALL, SUBJECTS, Built
 
 import monetlite
 from monetlite.core.schedule import Schedule
-from monetlite.planning.budgets import layouts_to_try
+from monetlite.planning.layouts import layouts_to_try
 
 
 def built(name: str, args: argparse.Namespace, device: str) -> Built:

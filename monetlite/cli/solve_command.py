@@ -100,7 +100,7 @@ def solve_command(
     from monetlite.core.simulate import simulate
     from monetlite.core.steps import plain_steps
     from monetlite.core.units import parse_budget
-    from monetlite.planning.budgets import layouts_to_try, solve_layouts
+    from monetlite.planning.layouts import layouts_to_try, solve_layouts
     from monetlite.reporting import text_solve
     from monetlite.solving.annealing.compiling import await_compiled
 

@@ -24,7 +24,8 @@ from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
-from monetlite.planning.budgets import as_schedule, solve_layouts
+from monetlite.planning.budgets import as_schedule
+from monetlite.planning.layouts import solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.planning.solving_process import SolvingProcess
 from monetlite.profiling.measured import Measurement

@@ -1,20 +1,17 @@
-"""Schedules of one priced step, for one budget or for several; traced in one layout of its images or in several."""
+"""Schedules of one priced step, for one budget or for several."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from monetlite.core.announcing import warn
 from monetlite.core.binding import bind, lacking
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
-from monetlite.core.graph import AS_TRACED, COMPILED_LAYOUTS, LAYOUTS, uncompiled_layout
-from monetlite.core.interrupts import end_early, ended_early, interrupts_kept
-from monetlite.core.options import REORDERED_SUMS, SolvingOptions, solving_options
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import SolvingOptions, solving_options
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -23,11 +20,6 @@ from monetlite.planning.advice import LeastPeak
 
 if TYPE_CHECKING:
     from monetlite.solving.incumbent import Solution
-
-TRIAL_SHARE = 0.15
-"""Share of the time limit for which each layout is tried."""
-TRIALS_SHARE = 0.6
-"""Share of the time limit for which all are tried, at most."""
 
 
 def solve(
@@ -134,118 +126,6 @@ def _require_profile(profile: object) -> None:
         raise ModelError(f"give a profile, not its file's name: monetlite.load_profile({str(profile)!r})")
     if not isinstance(profile, Profile):
         raise ModelError(f"give a profile, as monetlite.profile makes, not {type(profile).__name__}")
-
-
-def layouts_to_try(layout: str | None, tolerance: float, compile: bool = False) -> list[str]:
-    """The layouts that a person's choices leave open, beginning with the model's own, which is always priced.
-
-    Args:
-        layout, tolerance: as in `monetlite.optimize`.
-        compile: each layout with its regions compiled, too.
-    """
-    if layout not in (None, AS_TRACED) and tolerance < REORDERED_SUMS:
-        raise ModelError(
-            f"layout {layout!r} adds in another order than the model as it is, which tolerance "
-            f"{tolerance:g} rules out; allow {REORDERED_SUMS:g} or more"
-        )
-    if layout is None:
-        wanted = [AS_TRACED] if tolerance < REORDERED_SUMS else list(LAYOUTS)
-    else:
-        wanted = [layout]
-    compiled = [COMPILED_LAYOUTS[item] for item in wanted] if compile else []
-    return list(dict.fromkeys((AS_TRACED, *wanted, *compiled)))
-
-
-def solve_layouts(
-    profiles: Sequence[Profile],
-    budget: str | int | float,
-    options: SolvingOptions,
-    *,
-    layout: str | None = None,
-    starts: Iterable[Schedule] = (),
-    progress: "Callable[[Solution], None] | None" = None,
-) -> Schedule:
-    """Solve one step that was traced in several layouts, for the fastest schedule of any.
-
-    Each layout is solved for a short while; the better one then has the rest of the time. Ctrl-C ends it all early.
-    The result's bounds are of all layouts.
-
-    Args:
-        profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
-            relative to that one.
-        budget, progress: as in `solve`.
-        options: how each layout is solved; the time limit is of all of them together.
-        layout: the only one to solve for, if given.
-        starts: schedules to begin from; those for another graph are left aside.
-    """
-    from monetlite.solving.problem import Problem
-
-    known = list(starts)
-    plain = simulate(profiles[0], plain_steps(profiles[0].graph))
-    budget_bytes = parse_budget(budget, plain.peak_bytes)
-    # A layout that changes nothing is not among the profiles.
-    wanted = [item for item in profiles if layout in (None, uncompiled_layout(item.graph.layout))]
-    if not wanted:
-        warn(f"layout {layout!r} changes nothing of this model, which is solved as it is")
-        wanted = [profiles[0]]
-    distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
-
-    def run(item: Profile, seconds: float, found: Iterable[Schedule] = ()) -> Schedule:
-        solved = solve_budget(
-            item,
-            budget_bytes,
-            replace(options, time_limit=seconds),
-            starts=[*found, *(start for start in known if start.structure == item.graph.structure)],
-            progress=progress,
-        )
-        return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)
-
-    if len(distinct) == 1:
-        return run(distinct[0], options.time_limit)
-    trial = options.time_limit * min(TRIAL_SHARE, TRIALS_SHARE / len(distinct))
-    interrupted = ended_early()
-    found: list[tuple[Schedule, Profile]] = []
-    refused: list[tuple[InfeasibleBudget, Profile]] = []
-    for item in distinct:
-        try:
-            found.append((run(item, trial), item))
-        except InfeasibleBudget as error:
-            refused.append((error, item))
-        except KeyboardInterrupt:
-            if not found:
-                raise
-            end_early()
-        if ended_early() > interrupted:
-            break
-    remaining = options.time_limit - trial * len(distinct)
-    if found:
-        best, item = min(found, key=lambda pair: pair[0].latency_ms)
-        solved = best if ended_early() > interrupted else run(item, remaining, [best])
-    else:
-        in_reach = [pair for pair in refused if pair[0].proven_bytes <= budget_bytes]
-        refusal, item = min(in_reach or refused, key=lambda pair: pair[0].reached_bytes or pair[0].proven_bytes)
-        if not in_reach or ended_early() > interrupted:
-            raise refusal
-        solved = run(item, remaining)
-    # No layout has a faster schedule, nor a smaller budget.
-    bounds_ms = {item.graph.fingerprint: Problem.of(options.allowed(item)).least_latency_ms for item in distinct}
-    bounds_ms |= {
-        other.graph.fingerprint: math.inf for error, other in refused if error.proven_bytes > budget_bytes
-    }
-    bounds_ms |= {one.fingerprint: one.lower_bound_ms for one in (*(one for one, _ in found), solved)}
-    bound_ms = min(bounds_ms.values())
-    sizes = [
-        (solved.smallest_proven_bytes, solved.smallest_reached_bytes),
-        *((one.smallest_proven_bytes, one.smallest_reached_bytes) for one, other in found if other is not item),
-        *((error.proven_bytes, error.reached_bytes) for error, other in refused if other is not item),
-    ]
-    return replace(
-        solved,
-        lower_bound_ms=bound_ms,
-        status=solved.status if bound_ms >= solved.lower_bound_ms else Status.FEASIBLE,
-        smallest_proven_bytes=min(proven for proven, _ in sizes),
-        smallest_reached_bytes=min((reached for _, reached in sizes if reached is not None), default=None),
-    )
 
 
 def as_schedule(profile: Profile, budget_bytes: int, solution: "Solution", tolerance: float) -> Schedule:

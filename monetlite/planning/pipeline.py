@@ -11,7 +11,7 @@ from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
-from monetlite.planning.budgets import layouts_to_try, solve_layouts
+from monetlite.planning.layouts import layouts_to_try, solve_layouts
 
 if TYPE_CHECKING:
     from torch import nn

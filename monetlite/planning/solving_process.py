@@ -22,7 +22,7 @@ from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import MonetliteError
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule, read_schedule
-from monetlite.planning.budgets import solve_layouts
+from monetlite.planning.layouts import solve_layouts
 from monetlite.solving.clock import count_own_time
 
 OWN_TIME = 2.0

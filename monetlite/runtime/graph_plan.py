@@ -47,7 +47,7 @@ class GraphPlan:
     def __init__(
         self, traced_in: Callable[[str], Traced], options: CompileOptions, resident_bytes: int, device: str
     ) -> None:
-        from monetlite.planning.budgets import layouts_to_try
+        from monetlite.planning.layouts import layouts_to_try
 
         graph = traced_in(AS_TRACED).graph
         self._key = graph.fingerprint, graph.device, options

@@ -313,7 +313,7 @@ class StepPlans:
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
-        from monetlite.planning.budgets import layouts_to_try
+        from monetlite.planning.layouts import layouts_to_try
 
         return layouts_to_try(self.pricing.layout, self.solving.tolerance, self.pricing.compile)
 

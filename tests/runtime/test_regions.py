@@ -32,7 +32,7 @@ from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor
 from monetlite.operators import region_compiler, resolve
 from monetlite.operators.regions import TEXTS, compile_text
-from monetlite.planning import budgets
+from monetlite.planning import layouts
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.measured import measure_profile
 from monetlite.tracing import trace_layouts
@@ -181,14 +181,14 @@ def test_a_smaller_batch_has_the_same_structure():
 @pytest.mark.parametrize("count", [2, 8])
 def test_every_layout_is_tried_within_the_time(count, monkeypatch):
     profiles = [free_profile(compiled_graph(Weighted(), (torch.randn(8 + at, 16),))) for at in range(count)]
-    given, solve = [], budgets.solve_budget
+    given, solve = [], layouts.solve_budget
 
     def noted(profile, budget_bytes, options, **rest):
         given.append(options.time_limit)
         return solve(profile, budget_bytes, replace(options, time_limit=0.05), **rest)
 
-    monkeypatch.setattr(budgets, "solve_budget", noted)
-    budgets.solve_layouts(profiles, "200%", SolvingOptions(time_limit=10))
+    monkeypatch.setattr(layouts, "solve_budget", noted)
+    layouts.solve_layouts(profiles, "200%", SolvingOptions(time_limit=10))
     assert len(given) == count + 1
     assert sum(given) == pytest.approx(10)
 

@@ -15,7 +15,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.planning.budgets import solve_layouts
+from monetlite.planning.layouts import solve_layouts
 from monetlite.solving import reserved_budget, solve_profile, solver
 from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak

@@ -14,7 +14,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
-from monetlite.planning.budgets import solve_layouts
+from monetlite.planning.layouts import solve_layouts
 from monetlite.zoo import check
 from monetlite.zoo.check import Checker
 from monetlite.zoo.collection import Shelf, file_name

@@ -34,7 +34,8 @@ from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state
-from monetlite.planning.budgets import layouts_to_try, solve_budget, solve_layouts
+from monetlite.planning.budgets import solve_budget
+from monetlite.planning.layouts import layouts_to_try, solve_layouts
 from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
