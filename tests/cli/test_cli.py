@@ -221,7 +221,7 @@ def test_a_model_that_cannot_be_captured_names_its_line(folder):
 
 
 def test_an_output_folder_that_is_not_there_is_noticed_before_solving(folder, monkeypatch):
-    monkeypatch.setattr("monetlite.planning.budgets.solve_budget", lambda *_, **__: pytest.fail("solved in vain"))
+    monkeypatch.setattr("monetlite.planning.layouts.solve_budget", lambda *_, **__: pytest.fail("solved in vain"))
     result = run(*SOLVE, "--budget", "1GB", "--output", "absent/s.yaml")
     assert result.exit_code == 4
     assert "no folder absent" in result.stderr
@@ -246,7 +246,7 @@ def test_interrupted_before_anything_was_found(folder, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("monetlite.planning.budgets.solve_budget", interrupted)
+    monkeypatch.setattr("monetlite.planning.layouts.solve_budget", interrupted)
     result = run(*SOLVE, "--budget", "100%", "--output", "s.yaml")
     assert result.exit_code == 4
     assert "interrupted" in result.stderr
@@ -257,7 +257,7 @@ def test_a_bug_is_a_message_and_with_debug_a_traceback(folder, monkeypatch):
     def bug(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("monetlite.planning.budgets.solve_budget", bug)
+    monkeypatch.setattr("monetlite.planning.layouts.solve_budget", bug)
     result = run(*SOLVE, "--budget", "100%")
     assert result.exit_code == 4
     assert "RuntimeError: a bug" in result.stderr

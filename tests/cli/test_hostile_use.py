@@ -312,7 +312,7 @@ PHASES = {
     "building": (SOLVE, "monetlite.models.build_model"),
     "tracing": (SOLVE, "monetlite.tracing.trace_layouts"),
     "pricing": (SOLVE, "monetlite.planning.pipeline.price"),
-    "solving": (SOLVE, "monetlite.planning.budgets.solve_budget"),
+    "solving": (SOLVE, "monetlite.planning.layouts.solve_budget"),
     "writing a schedule": (SOLVE, "os.fsync"),
     "searching batches": (COMMANDS[1], "monetlite.planning.batches.largest_batch"),
     "analysing": (COMMANDS[2], "monetlite.reporting.analysis.analyse"),
