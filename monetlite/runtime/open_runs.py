@@ -2,13 +2,16 @@
 
 Each run holds what it stored until its backward pass. A plan is of one run, so each gets a share of the budget. Let
 P be the peak of a run's plan, and R what all runs have in common: weights, their gradients, the optimizer's state.
-A run holds at most P - R, so n runs take at most n (P - R) + R.
+A run holds at most P - R, so runs that count n times as much as the largest take at most n (P - R) + R together.
+A run counts by the bytes of its inputs, and by a part that all have.
 
 Runs count when a backward pass begins: one whose loss is left out (`if not loss.isfinite(): continue`) may still be
 there when the next one begins, and is gone by then.
 
 A budget in percent needs no share: plain training runs as often.
 """
+
+import math
 
 from torch import nn
 
@@ -19,6 +22,9 @@ from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.measured_peak import state_bytes
 from monetlite.runtime.serving import own_bytes
+
+EVERY_RUN = 0.1
+"""Part by which every run counts, of what the largest one's inputs do."""
 
 
 class OpenRuns:
@@ -35,21 +41,30 @@ class OpenRuns:
 
     def __init__(self, model: nn.Module, budget: str | int | float | None, optimizer: str | None) -> None:
         self._model, self._whole, self._optimizer = model, budget, optimizer
-        self._counted = 1  # in a step that plans are made for
+        self._counted, self._weight = 1, 1.0
+        """Runs of a step that plans are made for, and how many of the largest one they count as."""
+        self._planned_weight = 1.0  # the same for the run that is being planned
         self._steps: list[CapturedStep] = []
-        self.most = 1
+        self._sizes: list[int] = []
+        """Bytes of the inputs of the last runs, in order."""
+        self._largest_bytes = 0
+        self.most, self._most_weight = 1, 1.0
         self.alone = True
 
-    @property
-    def budget(self) -> str | int | float | None:
-        """The budget of one run: all of it, or a share."""
+    def budget_of(self, size_bytes: int) -> str | int | float | None:
+        """The budget of one run, by the bytes of its inputs: all of it, or a share."""
         if self._whole is None or not self._shared:
             return self._whole
-        return self._share_bytes(parse_budget(self._whole))
+        self._planned_weight = self._weight / self._count_of(size_bytes, self._largest_bytes)
+        return self._share_bytes(parse_budget(self._whole), self._planned_weight)
 
     @property
     def _shared(self) -> bool:
         return self._whole is not None and not is_percentage(self._whole) and self._counted > 1
+
+    def _count_of(self, size_bytes: int, largest_bytes: int) -> float:
+        """The part of the largest run that another counts as."""
+        return EVERY_RUN + (1 - EVERY_RUN) * min(1.0, size_bytes / max(1, largest_bytes))
 
     def keep(self, step: CapturedStep) -> None:
         """Note a step that was captured."""
@@ -59,30 +74,43 @@ class OpenRuns:
         return sum(step.open_runs() for step in self._steps)
 
     def backward_begins(self) -> None:
-        self.most = max(self.most, self._open())
+        """Count the runs that a backward pass begins with."""
+        runs = self._open()
+        self.most = max(self.most, runs)
+        if runs > 1:
+            sizes = self._sizes[-runs:]
+            self._most_weight = max(self._most_weight, sum(self._count_of(size, max(sizes)) for size in sizes))
 
     def forget(self) -> None:
         """Count no runs of what was captured before."""
         self._steps.clear()
 
-    def begin(self, schedule: Schedule | None) -> bool:
+    def begin(self, schedule: Schedule | None, size_bytes: int) -> bool:
         """Note a run that is to begin; True if plans are to be made anew, each for a smaller budget.
 
-        That is so for a step's first run, if the last step had more runs than were counted.
+        That is so for a step's first run, if the last step's runs took more than those that were counted.
 
         Args:
             schedule: the one of the last run.
+            size_bytes: of its inputs.
         """
         before = self._open()
         self.alone = before == 0 and self.most == 1
-        if before > 0 or self.most == self._counted:
+        self._sizes = [*self._sizes[-before:], size_bytes] if before else [size_bytes]
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
+        if before > 0 or (self.most == self._counted and self._most_weight <= self._weight):
             return False
+        # Where sizes vary from step to step, all runs soon count as the largest one, so that plans are made twice.
+        rounded = math.ceil(4 * self._most_weight) / 4
+        self._weight = float(self.most) if self.most == self._counted else min(rounded, float(self.most))
         self._counted = self.most
         several = self._several()
         if self._shared:
-            tell(f"{several}; planning again, within {format_bytes(self.budget)} for each run")  # type: ignore[arg-type]  # a share is a number
+            assert self._whole is not None
+            share_bytes = self._share_bytes(parse_budget(self._whole), self._weight)
+            tell(f"{several}; planning again, within {format_bytes(share_bytes)} for the largest run")
         elif self._whole is None and schedule is not None:
-            share_bytes = self._share_bytes(schedule.budget_bytes)
+            share_bytes = self._share_bytes(schedule.budget_bytes, self._weight)
             if schedule.peak_bytes > share_bytes:
                 warn(
                     f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
@@ -99,7 +127,7 @@ class OpenRuns:
         reached_bytes = None if error.reached_bytes is None else self._whole_bytes(error.reached_bytes)
         enough = "" if reached_bytes is None else f" to {format_bytes(reached_bytes)} ({reached_bytes} bytes)"
         return InfeasibleBudget(
-            f"{self._several()}, so each run gets {share} of {format_bytes(whole)}. Run its inputs as one batch, "
+            f"{self._several()}, so this one gets {share} of {format_bytes(whole)}. Run its inputs as one batch, "
             f"which is planned as a whole, or raise the budget{enough}. Of one run: {error}",
             budget_bytes=whole,
             proven_bytes=proven_bytes,
@@ -109,12 +137,14 @@ class OpenRuns:
     def _several(self) -> str:
         return f"the model runs {self._counted} times before a backward pass"
 
-    def _share_bytes(self, budget_bytes: int) -> int:
-        return (budget_bytes + (self._counted - 1) * self._common_bytes()) // self._counted
+    def _share_bytes(self, budget_bytes: int, weight: float) -> int:
+        """The share of one run, where all count as so many times that one."""
+        return int((budget_bytes + (weight - 1) * self._common_bytes()) / weight)
 
     def _whole_bytes(self, share_bytes: int) -> int:
-        """The budget of which each run gets such a share."""
-        return self._counted * share_bytes - (self._counted - 1) * self._common_bytes()
+        """The budget of which the run that is planned gets such a share."""
+        weight = self._planned_weight
+        return math.ceil(weight * share_bytes - (weight - 1) * self._common_bytes())
 
     def _common_bytes(self) -> int:
         """Bytes that all runs have in common."""

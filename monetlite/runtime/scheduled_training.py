@@ -171,7 +171,7 @@ class ScheduledTraining:
         if self._looks_at_masks:
             call = with_known_masks(self.model, call)
         with on_its_gpu(self.model, (args, kwargs)), switched_on():
-            if any([self.plans.count_loss(), self.plans.count_runs()]):  # both are counted
+            if any([self.plans.count_loss(), self.plans.count_runs(call)]):  # both are counted
                 self._forget()
             self.plans.between_steps()
             if self.plans.runs.alone:

@@ -186,9 +186,9 @@ class StepPlans:
         self.refinement = None
         return True
 
-    def count_runs(self) -> bool:
+    def count_runs(self, call: Arguments) -> bool:
         """Note a run of the model that is to begin; True if more share the budget than it was planned for."""
-        if not self.runs.begin(self.schedule):
+        if not self.runs.begin(self.schedule, own_bytes(as_passed(*call))):
             return False
         if not self.pricing.step_in_backward:
             self.pricing = replace(self.pricing, accumulate=True)  # as the runs' gradients add up
@@ -284,7 +284,8 @@ class StepPlans:
         A share of plain training's peak is not less than what a plan had before: plain training takes less once
         layers are frozen, and a share of that may be too little.
         """
-        call, budget = self._asked(), self.runs.budget
+        call = self._asked()
+        budget = self._budget_of(call)
         assert budget is not None
         layouts = in_layouts(joint, self._layouts()).items()
         traced = {layout: self._build(own, call, layout) for layout, own in layouts}
@@ -440,21 +441,19 @@ class StepPlans:
                 fitted = self.fitting.fit(traced, schedule, resident_bytes)
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
                 return fitted
-        budget = self.runs.budget
+        budget = self._budget_of(call)
         if budget is None:
             raise TraceError("no schedule is for the step at other sizes")
         roomy = step.roomy(sizes)
-        largest = max(roomy, self._plain_limits(step, sizes), key=math.prod)
+        largest = max(roomy, self._plain_limits(step, sizes, budget), key=math.prod)
         for limits in dict.fromkeys((largest, roomy)):
             if limits != sizes and not self.wait:  # who waits for a plan waits for one
                 with contextlib.suppress(InfeasibleBudget, TraceError):
                     return self._plan_at(step, limits, budget, settle=False)
         return self._plan_at(step, sizes, budget)
 
-    def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:
+    def _plain_limits(self, step: VaryingStep, sizes: Limits, budget: str | int | float) -> Limits:
         """About the largest sizes at which plain training fits; those given where the budget is in percent."""
-        budget = self.runs.budget
-        assert budget is not None
         if is_percentage(budget):
             return sizes
 
@@ -492,13 +491,21 @@ class StepPlans:
     def _plan_smaller(self, captured: CapturedStep, step: VaryingStep) -> None:
         """Plan for smaller sizes, too, once what they lost by a plan for larger ones would have paid for that."""
         wanted = step.worth_planning(captured.versions)
-        if wanted is not None and self.runs.budget is not None:
+        if wanted is not None and self.budget is not None:
             began = time.monotonic()
             try:
-                self._add_program(captured, *self._plan_at(step, *wanted), began)
+                limits, most_bytes = wanted
+                self._add_program(
+                    captured, *self._plan_at(step, limits, self._share(step, limits, most_bytes)), began
+                )
             except MonetliteError as error:  # training goes on by the plans that it has
                 step.planned(time.monotonic() - began)
                 tell(f"no plan for smaller sizes was found: {error}")
+
+    def _share(self, step: VaryingStep, limits: Limits, most_bytes: int) -> int:
+        """The budget of a run of these sizes, one that larger runs have had for themselves at most."""
+        share = self._budget_of(step.example_at(limits))
+        return most_bytes if share is None or is_percentage(share) else min(most_bytes, parse_budget(share))
 
     def _add_program(self, captured: CapturedStep, traced: Traced, steps: tuple[Step, ...], began: float) -> None:
         """Have a step whose sizes vary run by the steps that were planned for it."""
@@ -509,6 +516,10 @@ class StepPlans:
             captured.versions.remove(smaller[-1])
         self.varying[captured].planned(time.monotonic() - began)
         self._remember(self._planned, captured)
+
+    def _budget_of(self, call: Arguments) -> str | int | float | None:
+        """The budget of a run with a call's inputs."""
+        return self.runs.budget_of(own_bytes(as_passed(*call)))
 
     def _resident_bytes(self, call: Arguments) -> int:
         """Bytes of the model's tensors and of a call's; and of buckets, which no schedule counts that was given."""
