@@ -36,8 +36,9 @@ def step_in_backward(optimizer: OptimizerT) -> OptimizerT:
     Call it before the first step, on an optimizer that has all trained parameters, and tell the plan:
     `monetlite.within(model, budget="6GB", optimizer="adamw", step_in_backward=True)`.
 
-    What needs all gradients at once raises `ModelError` on its first use: clipping by their norm, `GradScaler`, a
-    second backward pass before `optimizer.step()` (accumulation), and `optimizer.step(closure)`. Hooks of single
+    What needs all gradients at once raises `ModelError` on its first use: clipping by their norm, `GradScaler`,
+    and `optimizer.step(closure)`. So does a second backward pass before `optimizer.step()`, as in accumulation or
+    after a step that was left out. Hooks of single
     parameters (`register_hook`) get each gradient before its update. Hooks of the optimizer's step are called for
     each parameter, too.
 
@@ -75,6 +76,8 @@ class BackwardUpdates:
         self._stepping = False
         self._used: dict[int, dict[str, Any]] = {}
         """Settings that groups of parameters were last updated by."""
+        self._updated: set[torch.Tensor] = set()
+        """Parameters that were updated since the optimizer's last step."""
         places = enumerate(optimizer.param_groups)
         self._group_of = {item: number for number, group in places for item in group["params"]}
         for parameter in self._group_of:
@@ -103,6 +106,15 @@ class BackwardUpdates:
         _refuse_processes()
         optimizer = self._optimizer
         with self._lock:
+            if parameter in self._updated:
+                raise ModelError(
+                    "a parameter gets a second gradient before optimizer.step(). With step_in_backward the first "
+                    "backward pass has updated it already, and neither zero_grad() nor a step that is left out "
+                    "takes that back. Call optimizer.step() after each backward pass; where a pass is not to train "
+                    "these parameters (an attack on inputs, another network's loss), freeze them or use "
+                    "torch.autograd.grad"
+                )
+            self._updated.add(parameter)
             groups, number = optimizer.param_groups, self._group_of[parameter]
             group = groups[number]
             self._used[number] = self._settings(group)
@@ -129,6 +141,7 @@ class BackwardUpdates:
                 "loss.backward() and then optimizer.step()"
             )
         self._forget_gradients()
+        self._updated.clear()
         used, self._used = self._used, {}
         for number, settings in used.items():
             now = self._settings(self._optimizer.param_groups[number])

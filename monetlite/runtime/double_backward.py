@@ -19,8 +19,8 @@ from torch import fx
 from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import Reachability
-from monetlite.fx.torch_internals.torch_aot import descriptors
-from monetlite.fx.torch_internals.torch_dispatch import changes_of_each
+from monetlite.fx.torch_internals.torch_aot import descriptors, may_come_again
+from monetlite.fx.torch_internals.torch_dispatch import changes_of_each, is_batch_of
 from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.operators.random import drawing_from, is_random, rng_state
 from monetlite.runtime.backward_parts import RUN
@@ -139,12 +139,17 @@ class DoubleBackward:
     @left_alone  # where a forward pass asks, TorchDynamo would capture what runs here
     def _asked(
         self, held: Callable[[], Any], begun: Begun | None, returned: Sequence[Any], order: Order, gradients: Any
-    ) -> None:
-        """Have the gradients of a program that is about to run exchanged, if they are to be differentiated."""
+    ) -> tuple[Any, ...] | None:
+        """Have the gradients of a program that is about to run exchanged, if they are to be differentiated.
+
+        Gradients in a batch (`is_grads_batched`) are laid out for AOTAutograd, which can't do so itself.
+        """
         if not torch.is_grad_enabled():
-            if begun is not None:
+            if begun is not None and not may_come_again():
                 begun.drop()
-            return
+            if any(map(is_batch_of, gradients)):
+                return tuple(None if item is None else item.contiguous() for item in gradients)
+            return None
         node = held()
         given = [taker is not None for taker, _ in node.next_functions]
         arguments = begun.unchanged() if begun is not None and _are_outputs(returned, gradients) else []
@@ -154,7 +159,7 @@ class DoubleBackward:
                 "again: PyTorch then raises an error. Call the model itself for that: wrapper.model, or the model "
                 "after monetlite.release(model)"
             )
-            return
+            return None
         if not self._plain:
             warn(
                 "gradients are differentiated again (create_graph=True), for which nothing can be planned. So this "
@@ -178,6 +183,7 @@ class DoubleBackward:
             return tuple(None if one is None else gradient for one, gradient in zip(made, kept, strict=True))
 
         handle = node.register_hook(exchange)
+        return None
 
     def _outputs(
         self, arguments: Sequence[Any], returned: Sequence[Any], gradients: Sequence[Any]

@@ -19,6 +19,8 @@ from monetlite.tracing.step_inputs import Arguments, bucket_bytes, device_of
 
 OVER, OVER_BYTES = 0.05, 10**6
 """Share of the budget, and bytes, by which a measured peak exceeds it where that is warned of."""
+EXPLAINED = 0.01
+"""Share of the budget by which it may still be exceeded without what explains the excess."""
 
 
 class MeasuredPeak:
@@ -122,13 +124,14 @@ def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int, gradient_b
     if peak_bytes <= most_bytes:
         return ""
     said = f"a step took {format_bytes(peak_bytes)}, more than the budget of {format_bytes(budget_bytes)}. "
-    if peak_bytes - other_bytes <= most_bytes:
+    enough_bytes = peak_bytes - (1 + EXPLAINED) * budget_bytes
+    if other_bytes >= enough_bytes:
         return said + (
             f"{format_bytes(other_bytes)} of that were in memory before, beside the model, its gradients and its "
             "inputs. An optimizer's state counts in the budget if optimizer= names it. Take what else is there "
             "(another model, data) off the budget"
         )
-    if gradient_bytes and peak_bytes - gradient_bytes <= most_bytes:
+    if gradient_bytes and gradient_bytes >= enough_bytes:
         return said + (
             f"{format_bytes(gradient_bytes)} of gradients were there when it began. Clear them before the forward "
             "pass (optimizer.zero_grad()). Where they add up over several steps, have accumulate=True count them"

@@ -241,6 +241,7 @@ def test_what_needs_all_gradients_at_once_is_refused(misuse):
     with pytest.raises(ModelError, match=r"gradient that is gone|closure"):
         misuse(model, optimizer, x)
     optimizer.zero_grad()
+    optimizer.step()
     train(model, optimizer, x)
 
 
@@ -347,3 +348,22 @@ def test_a_model_that_is_saved_and_loaded_is_a_new_one():
     with pytest.raises(ModelError, match="no optimizer updates it"):
         refuse_without_updates(loaded)
     monetlite.step_in_backward(adamw(loaded))
+
+
+@pytest.mark.parametrize("between", ["a step left out", "an attack"])
+def test_a_second_gradient_before_the_step_is_refused(between):
+    """Plain training throws the first one away; here it has updated the weights."""
+    model, x = mlp()
+    optimizer = monetlite.step_in_backward(adamw(model))
+    trained = monetlite.within(model, budget="100%", time_limit=0.3, **COUNTED)
+    if between == "an attack":
+        trained.eval()
+    trained(x).square().mean().backward()
+    optimizer.zero_grad()
+    trained.train()
+    with pytest.raises(ModelError, match=r"a second gradient before optimizer.step\(\)"):
+        trained(x).square().mean().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    trained(x).square().mean().backward()
+    optimizer.step()

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from small_models import twin
+from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -199,3 +200,52 @@ def test_it_is_refused_where_a_run_can_not_be_repeated():
         gradient, _ = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|double backward|does not require grad"):
         gradient.sum().backward()
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+
+
+def test_gradients_are_differentiated_after_a_pass_that_kept_the_graph():
+    """As GradNorm has it: the loss's own backward pass first, then the norms of its parts' gradients."""
+
+    def step(model, number):
+        del number
+        shares = torch.ones(2, requires_grad=True)
+        losses = model(torch.randn(64, 32)).square().mean(0)
+        model.zero_grad()
+        (shares * losses).sum().backward(retain_graph=True)
+        weight = model[2].weight
+        slopes = [
+            torch.autograd.grad(part, weight, retain_graph=True, create_graph=True)[0] for part in shares * losses
+        ]
+        norms = torch.stack([item.norm() for item in slopes])
+        (found,) = torch.autograd.grad((norms - norms.mean().detach()).abs().sum(), shares)
+        return found
+
+    plain = perceptron()
+    planned = monetlite.MONeTWrapper(twin(plain), budget="100%", time_limit=0.3, wait=True)
+    with pytest.warns(UserWarning, match=AGAIN):
+        assert_trained_alike(plain, planned, step)
+
+
+def test_gradients_in_a_batch():
+    """An expanded one, too, which AOTAutograd can't lay out under vmap."""
+    plain, x = perceptron(), torch.randn(64, 32)
+    planned = monetlite.MONeTWrapper(twin(plain), budget="100%", time_limit=0.3, wait=True)
+    found, expected = (
+        torch.autograd.grad(model(x).sum(0), list(model.parameters()), torch.eye(2), is_grads_batched=True)
+        for model in (planned, plain)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_in_a_batch_that_a_plan_cannot_give():
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 2))
+    graph = monetlite.trace(model, torch.randn(8, 16))
+    schedule = schedule_of(free_profile(graph), recompute_everything(graph))
+    planned = monetlite.MONeTWrapper(model, schedule)
+    output = planned(torch.randn(8, 16))
+    with pytest.raises(ModelError, match=r"gradients in a batch .* random .* one after another"):
+        torch.autograd.grad(output, list(model.parameters()), torch.randn(3, 8, 2), is_grads_batched=True)

@@ -166,6 +166,10 @@ def test_what_a_gpu_held_before_is_told_apart_from_what_a_step_takes():
         5_000_000_000, 3_000_000_000, 1_000_000_000, 0
     )
     assert not over_budget(3_100_000_000, 3_000_000_000, 0, 0)
+    # A part of the excess is not the reason.
+    assert "of gradients" not in over_budget(10_550_000_000, 10_000_000_000, 0, 60_000_000)
+    assert "of gradients" in over_budget(10_550_000_000, 10_000_000_000, 0, 540_000_000)
+    assert "in memory before" not in over_budget(10_550_000_000, 10_000_000_000, 60_000_000, 0)
 
 
 @pytest.mark.parametrize("cleared", often(["before", "between", "never"], "before"))

@@ -11,6 +11,7 @@
 | `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
 | `TracingContext`, `bw_donated_idxs` | saved tensors to write over: none, for a second backward pass |
 | `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
+| `keep_graph` of a graph task | whether a backward pass may come again; a run would be let go of too early |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
 | `_DisableAutocast` | programs run as captured: autocast of who calls `backward()` would convert again in re-runs |
@@ -61,6 +62,11 @@ def keep_saved_tensors() -> None:
 def keeps_gradients() -> bool:
     """True if autograd keeps the gradients of a compiled function's outputs until its backward program ends."""
     return not hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+def may_come_again() -> bool:
+    """True in a backward pass that leaves its graph for another one (`retain_graph=True`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:

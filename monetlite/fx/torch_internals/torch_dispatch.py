@@ -14,6 +14,7 @@
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
 | `"torch._subclasses.fake_tensor"` | logger of operators that fail there; a traceback would come before an error |
 | `forward_ad._current_level` | tells forward-mode AD, which fails in a captured step with PyTorch's own error |
+| `is_legacy_batchedtensor`, `_vmapmode_increment_nesting` | gradients in a batch; PyTorch's own error would stand |
 | `TorchDispatchMode` | sees which operator a function calls |
 | `any_torch_dispatch_mode_on_stack` | tells modes in which TorchDynamo captures nothing; steps would fail |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
@@ -168,6 +169,18 @@ def watched(tensor: torch.Tensor) -> Callable[[], bool]:
 def is_transformed() -> bool:
     """True inside of a transform of `torch.func` (grad, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batch_of(gradient: object) -> bool:
+    """True for a batch of gradients (`is_grads_batched`), which poses as one of them."""
+    return isinstance(gradient, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def in_batches() -> bool:
+    """True where gradients are computed in a batch."""
+    nesting = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return nesting > 1
 
 
 def is_forward_mode() -> bool:

@@ -257,3 +257,12 @@ def test_the_share_of_activation_memory_is_a_setting() -> None:
     with aot_settings(activation_memory_budget=0.5):
         assert torch_aot._config.activation_memory_budget == 0.5
     assert torch_aot._config.activation_memory_budget == 1.0
+
+
+def test_a_backward_pass_knows_whether_it_may_come_again() -> None:
+    x, found = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda _: found.append(torch_aot.may_come_again()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert found == [True, False]

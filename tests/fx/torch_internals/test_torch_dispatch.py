@@ -20,6 +20,8 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     decomposition_table,
     failures_unlogged,
     faked_by,
+    in_batches,
+    is_batch_of,
     is_forward_mode,
     is_traced,
     is_transformed,
@@ -294,3 +296,12 @@ def test_a_weak_reference_to_a_storage_outlives_views_and_not_the_storage() -> N
     assert not reference.expired()
     del view
     assert reference.expired()
+
+
+def test_gradients_in_a_batch_are_told() -> None:
+    x, found = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda gradient: found.append((is_batch_of(gradient), in_batches())))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    y.sum().backward()
+    assert found == [(True, True), (False, False)]
