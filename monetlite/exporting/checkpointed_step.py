@@ -63,7 +63,7 @@ def recomputes(step: EagerStep) -> dict[int, Recompute]:
     for number, block in enumerate(step.blocks):
         kept = [item for item in step.kept if item.block == number]
         asked = [item.needed for item in kept if item.needed is not None]
-        if block.called_again or not asked or not _repeats(step, number):
+        if block.called_again or block.changed or not asked or not _repeats(step, number):
             continue
         found[number] = Recompute(
             stop=max(item.made for item in kept),
@@ -74,11 +74,24 @@ def recomputes(step: EagerStep) -> dict[int, Recompute]:
 
 
 def _repeats(step: EagerStep, number: int) -> bool:
-    """True if a block changes nothing in place that it did not make, but for resident tensors."""
+    """True if a block computes the same when it runs again.
+
+    It may change values that it made, and resident tensors. Of the latter, it may compute with those that are not
+    changed from then on.
+    """
     block = step.blocks[number]
-    own = {value for call in step.calls[block.start : block.end] for value in call.writes}
-    changed = (value for call in step.calls[block.start : block.end] for value in call.changes if value is not None)
-    return own.issuperset(changed)
+    calls = range(block.start, block.end)
+    own = {value for at in calls for value in step.calls[at].writes}
+    changed = {value for at in calls for value in step.calls[at].changes if isinstance(value, int)}
+    last_change = {
+        name: at for at in range(step.border) for name in step.calls[at].changes if isinstance(name, str)
+    }
+    return own.issuperset(changed) and not any(
+        last_change.get(name, -1) >= at
+        for at in calls
+        if step.calls[at].writes
+        for name in step.calls[at].resident_reads
+    )
 
 
 def savable(step: EagerStep, number: int, recompute: Recompute) -> list[int]:

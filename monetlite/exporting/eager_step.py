@@ -7,9 +7,9 @@ everything that autograd would keep is dropped. A tensor that lives on is then h
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
 from monetlite.operators.random import forked_state
 from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
 
+Attributes: TypeAlias = Mapping[tuple[int, str], Any]
 OUTSIDE_BLOCKS = -1
 """Block of what no block holds."""
 
@@ -42,7 +43,7 @@ class EagerCall:
         call: with its arguments; its target is the operator with its overload, as the dispatcher names it.
         block: that runs it, by position; `OUTSIDE_BLOCKS` if none does, and in the backward pass.
         reads: values, and for what autograd kept the number of the `Kept`, as (value, number or None).
-        writes: values. changes: values and resident tensors that it changes in place; None stands for the latter.
+        writes: values. changes: values and resident tensors that it changes in place, the latter by name.
         draws: draws random numbers.
     """
 
@@ -50,13 +51,18 @@ class EagerCall:
     block: int
     reads: tuple[tuple[int, int | None], ...]
     writes: tuple[int, ...]
-    changes: tuple[int | None, ...]
+    changes: tuple[int | str, ...]
     draws: bool
     module: str = ""
 
     @property
     def name(self) -> str:
         return self.call.target
+
+    @property
+    def resident_reads(self) -> set[str]:
+        """Names of resident tensors among its arguments."""
+        return {ref.node for ref in self.call.tensors() if ref.value is None}
 
 
 @dataclass(kw_only=True)
@@ -83,6 +89,7 @@ class ModuleBlock:
         path: its name in the model. start, end: the calls that it makes, the latter excluded.
         inputs: values that it is called with. dispatched: operators that it calls, views among them.
         called_again: the step calls it more than once, so that it can't be checkpointed.
+        changed: its attributes are others when it ends, which it may read when it runs again.
     """
 
     path: str
@@ -91,6 +98,7 @@ class ModuleBlock:
     end: int = 0
     dispatched: int = 0
     called_again: bool = False
+    changed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +215,20 @@ class _Saved:
         self.size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
 
+def _attributes(module: nn.Module) -> Attributes:
+    """Numbers, texts and tensors that a module and its parts hold, by the part and the name; no parameters."""
+    return {
+        (id(part), name): item
+        for part in module.modules()
+        for name, item in (vars(part) | dict(part.named_buffers(recurse=False))).items()
+        if item is None or isinstance(item, (bool, int, float, str, torch.Tensor))
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor) else one == other
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Notes every operator that reaches the dispatcher, and when storages die."""
 
@@ -255,6 +277,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             else:
                 self.blocks[number].called_again = True
             self._block = number
+            before = _attributes(module)
             cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)  # as an exported plan does
             try:
@@ -263,8 +286,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
                 torch.set_autocast_cache_enabled(cached)
                 self._block = OUTSIDE_BLOCKS
                 self.blocks[number].end = len(self.calls)
+                self.blocks[number].changed |= self._depends_on_attributes(number, before, _attributes(module))
 
         module.forward = watched
+
+    def _depends_on_attributes(self, number: int, before: Attributes, after: Attributes) -> bool:
+        """True if a block may have read an attribute that it set: any but a tensor that no operator of it reads."""
+        block = self.blocks[number]
+        calls = self.calls[block.start : block.end]
+        read = {value for call in calls for value, _ in call.reads}.union(*(call.resident_reads for call in calls))
+
+        def is_read(item: Any) -> bool:
+            return not isinstance(item, torch.Tensor) or self._named(item) in read
+
+        return any(is_read(item) for key, item in before.items() if not _is_same(item, after.get(key)))
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         value = self._value(tensor)
@@ -304,6 +339,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         """The value that a tensor is of; None for a resident tensor."""
         return self._value_of.get(storage_key(tensor), (None, None))[0]
 
+    def _named(self, tensor: torch.Tensor) -> int | str:
+        """The value that a tensor is of, or the name of a resident tensor."""
+        value = self._value(tensor)
+        return f"r{storage_key(tensor)}" if value is None else value
+
     def _follow(self, tensor: torch.Tensor, value: int, kept: int | None) -> None:
         key = storage_key(tensor)
         self._value_of[key] = value, kept
@@ -332,7 +372,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         """Note a call that makes storages or changes tensors; any other is a view, or a look at a number."""
         keys = set(map(storage_key, tensors_among((args, kwargs))))
         reads = {self._value_of[key] for key in keys if key in self._value_of}
-        changed = [self._value(item) for item in tensors_among(changed_arguments(operator, args, kwargs))]
+        changed = [self._named(item) for item in tensors_among(changed_arguments(operator, args, kwargs))]
         outputs: list[str | None] = []
         writes: list[int] = []
         for item in tensors_among(result):
@@ -367,8 +407,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _encoded(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            value = self._value(argument)
-            node = f"r{storage_key(argument)}" if value is None else f"v{value}"
+            value, name = self._value(argument), self._named(argument)
+            node = name if isinstance(name, str) else f"v{value}"
             return TensorRef(node=node, value=value, spec=spec_of(argument))
         if isinstance(argument, tuple | list):
             return tuple(map(self._encoded, argument))

@@ -61,6 +61,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 {data}
+CALLS = {{}}  # of operators, in the last run of each layer
+
 
 def apply(model):
     """Wrap the layers of a model in training mode by torch.utils.checkpoint, as planned."""
@@ -70,8 +72,9 @@ def apply(model):
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False
+            vars(module)["_use_cache_without_plan"] = True
     for name, layer in layers.items():
-        layer.forward = functools.partial(_run, layer, layer.forward, name, SAVED[LAYERS[name]])
+        layer.forward = functools.partial(_run, layer, layer.forward, name)
     return model
 
 
@@ -79,6 +82,9 @@ def remove(model):
     """Unwrap the layers."""
     for layer in _layers(model).values():
         vars(layer).pop("forward", None)
+    for module in model.modules():
+        if vars(module).pop("_use_cache_without_plan", False):
+            module.config.use_cache = True
     return model
 
 
@@ -94,24 +100,40 @@ def _layers(model):
     raise ValueError(f"the plan is for another model: there is no module {{missing!r}}")
 
 
-def _run(layer, forward, name, saved, *args, **kwargs):
+def _run(layer, forward, name, *args, **kwargs):
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     if getattr(layer, "gradient_checkpointing", False):
         raise RuntimeError("switch gradient checkpointing off: the layers are checkpointed by this plan")
-    if not torch.is_autocast_cache_enabled() or not any(map(torch.is_autocast_enabled, ("cuda", "cpu"))):
-        return _checkpointed(forward, name, saved, *args, **kwargs)
+    cast = any(map(torch.is_autocast_enabled, ("cuda", "cpu"))) and not torch.compiler.is_compiling()
+    if not cast or not torch.is_autocast_cache_enabled():
+        return _checkpointed(forward, name, *args, **kwargs)
     torch.set_autocast_cache_enabled(False)  # so that a recomputation casts what the first run cast
     try:
-        return _checkpointed(forward, name, saved, *args, **kwargs)
+        return _checkpointed(forward, name, *args, **kwargs)
     finally:
         torch.set_autocast_cache_enabled(True)
 
 
-def _checkpointed(forward, name, saved, *args, **kwargs):
+def _checkpointed(forward, name, *args, **kwargs):
+    saved = SAVED[LAYERS[name]]
     if not saved:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    calls, again = Counter(), Counter()
+    contexts = functools.partial(_contexts, name)
+    result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    for key, (count, _) in () if torch.compiler.is_compiling() else saved.items():
+        if CALLS[name][key] != count:
+            raise RuntimeError(
+                f"{{name}} calls {{key}} {{CALLS[name][key]}} times, and the plan was made for {{count}}: "
+                "export it again for this model, these inputs and this version of torch"
+            )
+    return result
+
+
+def _contexts(name):
+    """The contexts of a layer's run and of its recomputation, which count calls and save what is planned."""
+    saved, again = SAVED[LAYERS[name]], Counter()
+    calls = CALLS[name] = Counter()
 
     def policy(context, operator, *args, **kwargs):
         key, counts = str(operator), again if context.is_recompute else calls
@@ -119,15 +141,7 @@ def _checkpointed(forward, name, saved, *args, **kwargs):
         keep = key in saved and counts[key] - 1 in saved[key][1]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    for key, (count, _) in saved.items():
-        if calls[key] != count:
-            raise RuntimeError(
-                f"{{name}} calls {{key}} {{calls[key]}} times, and the plan was made for {{count}}: "
-                "export it again for this model, these inputs and this version of torch"
-            )
-    return result
+    return create_selective_checkpoint_contexts(policy)
 '''
 
 
@@ -209,7 +223,7 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> list[str]:
     """Known effects of checkpointing on this model."""
     calls = [call for number in plan for call in step.calls[step.blocks[number].start : step.blocks[number].end]]
     notes = []
-    if any(None in call.changes for call in calls):
+    if any(isinstance(item, str) for call in calls for item in call.changes):
         notes += [
             "Buffers that wrapped layers change (running statistics of batch norm) are changed twice in a step,",
             "once more in the recomputation. Gradients are not affected.",

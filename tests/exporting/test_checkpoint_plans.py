@@ -12,6 +12,7 @@ from layered_models import Transformer, convolutions, transformer
 from small_models import tiny_transformer
 from thoroughness import often
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.choices import Choices
@@ -327,6 +328,57 @@ def test_a_layer_that_is_called_twice_or_changes_what_it_is_given_is_not_wrapped
     model.layers[1] = Changes(nn.Linear(16, 16), nn.Tanh())
     step = record_step(model.train(), (torch.randn(8, 16),), default_loss)
     assert [step.blocks[number].path for number in price_step(step, PricingOptions()).recompute] == ["layers.0"]
+
+
+class Scaled(nn.Module):
+    """Divides by a number that it keeps, in a buffer or as an attribute, and sets it anew."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kept = nn.Linear(16, 16), nn.Linear(16, 16), kept
+        self.register_buffer("scale", torch.ones(()))
+        self.count, self.last, self.shown = 1.0, torch.ones(()), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        size = y.detach().abs().mean() + 1
+        if self.kept == "buffer":
+            y = y / self.scale.clone()
+            with torch.no_grad():
+                self.scale.mul_(0.5).add_(size)
+        elif self.kept == "counted":
+            with torch.no_grad():
+                self.scale.add_(1.0)  # which nobody reads
+        elif self.kept == "number":
+            y, self.count = y / self.count, self.count + 1
+        elif self.kept == "tensor":
+            y, self.last = y / self.last, size
+        elif self.kept == "to look at":
+            self.last = y.detach()
+        return x + self.second(y).tanh()
+
+
+@pytest.mark.parametrize(
+    "kept", ["nothing", "counted", "to look at", "buffer", "number", "tensor", "spectral norm"]
+)
+def test_a_layer_that_reads_what_it_sets_is_not_wrapped(kept):
+    """It would read another number when it runs again."""
+    torch.manual_seed(0)
+    model = Narrow(3)
+    model.layers[0] = Scaled(kept)
+    if kept == "spectral norm":
+        spectral_norm(model.layers[0].second)
+    x = torch.randn(8, 16)
+    priced = price_step(record_step(model.train(), (x,), default_loss), PricingOptions())
+    wrapped = [priced.step.blocks[number].path for number in priced.recompute]
+    repeats = kept in ("nothing", "counted", "to look at")
+    assert wrapped == ["layers.0"] * repeats + ["layers.1", "layers.2"]
+    plan = plan_module(priced, dict.fromkeys(priced.recompute, frozenset()))
+    own, plain = plan["apply"](copy.deepcopy(model)), model
+    for _ in range(2):
+        for trained in (own, plain):
+            default_loss(trained(x)).backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(own.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_small_tensor_that_autograd_keeps_stays_on_its_device():

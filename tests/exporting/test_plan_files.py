@@ -4,6 +4,7 @@ import ast
 import copy
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from monetlite.exporting.plan_file import Target, plan_text
 HERE = Path(__file__).parent.parent
 OWN_MODEL = f"""
 import sys
+import types
 sys.path.insert(0, {str(HERE)!r})
 from layered_models import transformer
 
@@ -167,6 +169,29 @@ def test_a_plan_is_undone(planned):
     with pytest.raises(ValueError, match="replaced already"):
         plan["apply"](copied)
     assert not any("forward" in vars(module) for module in plan["remove"](copied).modules())
+
+
+def test_what_apply_switches_off_remove_switches_on(planned):
+    model, _, plan = planned
+    copied = copy.deepcopy(model)
+    copied.config = types.SimpleNamespace(use_cache=True)
+    assert not plan["apply"](copied).config.use_cache
+    assert plan["remove"](copied).config.use_cache
+    copied.config.use_cache = False
+    assert not plan["remove"](plan["apply"](copied)).config.use_cache
+
+
+def test_layers_are_compiled_as_torchtitan_does(planned):
+    """Each layer by itself, as one graph, with results that are saved."""
+    model, (tokens,), plan = planned
+    assert any(plan["SAVED"])
+    plain, wrapped = copy.deepcopy(model), plan["apply"](copy.deepcopy(model))
+    for name in plan["LAYERS"]:
+        wrapped.get_submodule(name).compile(backend="aot_eager", fullgraph=True)
+    for trained in (plain, wrapped):
+        default_loss(trained(tokens)).backward()
+    for own, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
 
 
 def test_other_models_are_refused(planned):
