@@ -1,14 +1,17 @@
 """The plan of a graph that `torch.compile` captured: its schedule, and the search for a better one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Profile
+from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.schedule import Schedule
+from monetlite.core.units import is_percentage
 from monetlite.core.weak_calls import weakly
 from monetlite.operators.random import forked_state
 from monetlite.runtime.compile_options import CompileOptions
@@ -24,6 +27,8 @@ from monetlite.tracing.step_inputs import Arguments
 
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 """The last schedules of this process, by graph, device and options."""
+_budgets = WeakIdKeyDictionary()
+"""Bytes of the largest budget in percent that a parameter's graphs were planned for."""
 _peaks: dict[str, MeasuredPeak] = {}
 """Of each structure that has been compiled: it is told once for all sizes of the inputs."""
 
@@ -35,7 +40,7 @@ class GraphPlan:
         traced_in: makes the graph in a layout.
         options: of its compilation.
         resident_bytes: of the model's tensors and of its inputs.
-        device: of the model.
+        parameters, device: of the model.
 
     Attributes:
         schedule: the one in use.
@@ -45,13 +50,20 @@ class GraphPlan:
     """
 
     def __init__(
-        self, traced_in: Callable[[str], Traced], options: CompileOptions, resident_bytes: int, device: str
+        self,
+        traced_in: Callable[[str], Traced],
+        options: CompileOptions,
+        resident_bytes: int,
+        parameters: Sequence[nn.Parameter],
+        device: str,
     ) -> None:
         from monetlite.planning.layouts import layouts_to_try
 
         graph = traced_in(AS_TRACED).graph
         self._key = graph.fingerprint, graph.device, options
         self._options, self._resident_bytes, self._device = options, resident_bytes, device
+        self._parameters = parameters
+        self._as_asked = True  # the schedule is within the budget that was given
         self._fitting, self._clock, self._outside = Fitting(), StepClock(), OutsideLoss()
         self._refinement: Refinement | None = None
         # What makes graphs holds the tensors that the step was captured with, so all of them are made at once.
@@ -66,11 +78,31 @@ class GraphPlan:
         self._peak = _peaks.setdefault(self.schedule.structure, MeasuredPeak())
 
     def _found(self) -> Schedule:
-        """A schedule to begin with; the best one if a file is to keep it."""
+        """A schedule to begin with; the best one if a file is to keep it.
+
+        A share of plain training's peak may be too little for a smaller batch. It is then an earlier graph's.
+        """
+        budget = self._options.budget
+        assert budget is not None
+        shared = is_percentage(budget)
+        before_bytes = max((_budgets[item] for item in self._parameters if item in _budgets), default=0)
+        try:
+            schedule = self._found_within(budget)
+        except InfeasibleBudget as error:
+            if not shared or before_bytes <= error.budget_bytes:
+                raise
+            self._as_asked = False
+            schedule = self._found_within(before_bytes)
+        if shared:
+            for item in self._parameters:
+                _budgets[item] = max(before_bytes, schedule.budget_bytes)
+        return schedule
+
+    def _found_within(self, budget: str | int | float) -> Schedule:
+        """The same, within this budget."""
         from monetlite.planning.beside_training import PlanningBesideTraining
 
         options = self._options
-        assert options.budget is not None
         pricing, solving = options.pricing, options.solving
         graphs = [item.graph for item in self._traced.values()]
 
@@ -78,7 +110,7 @@ class GraphPlan:
             return list(map(self._outside.counted, profiles))
 
         with amid_a_step(self._device):
-            planning = PlanningBesideTraining(graphs, options.budget, pricing, solving, with_loss)
+            planning = PlanningBesideTraining(graphs, budget, pricing, solving, with_loss)
             schedule = planning.first() if options.schedule is None else planning.best()
         if options.schedule is not None:
             schedule.save(options.schedule)
@@ -159,5 +191,5 @@ class GraphPlan:
 
     def _note_if_last(self) -> None:
         """Keep the schedule for later compilations, if no better one is looked for and no file has it."""
-        if self._refinement is None and self._options.schedule is None:
+        if self._refinement is None and self._options.schedule is None and self._as_asked:
             _solved[self._key] = self.schedule

@@ -116,7 +116,8 @@ def compile_graph(
         nonlocal plan
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
         buckets_bytes = 0 if chosen.budget is None else bucket_bytes(resident)
-        plan = GraphPlan(traced_in, chosen, own_bytes(resident) + buckets_bytes, device)
+        parameters = [item for item in resident if isinstance(item, nn.Parameter)]
+        plan = GraphPlan(traced_in, chosen, own_bytes(resident) + buckets_bytes, parameters, device)
         return plan.lowered()
 
     gpu = gpu_of(graph, inputs)

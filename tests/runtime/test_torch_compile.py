@@ -441,3 +441,20 @@ class Talks(nn.Module):
 def test_messages_do_not_take_a_model_apart():
     model, x = Talks(), torch.randn(2, 8)
     assert_same(step(compiled(twin(model), budget="100%", device="rtx-4090"), (x,)), step(model, (x,)))
+
+
+def test_a_share_for_a_small_last_batch_is_not_less_than_before():
+    blocks = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)]
+    plain = nn.Sequential(*blocks, nn.Linear(128, 1))
+    options = {"budget": "70%", "time_limit": 0.3}
+    alone = torch.compile(twin(plain), backend="monetlite", options=options, dynamic=False)
+    with pytest.raises(Exception, match="is too small"):
+        alone(torch.randn(2, 128))
+    model = torch.compile(twin(plain), backend="monetlite", options=options, dynamic=False)
+    for batch in (1024, 2):
+        x = torch.randn(batch, 128)
+        for trained in (model, plain):
+            trained.zero_grad()
+            trained(x).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
