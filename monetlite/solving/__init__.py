@@ -8,6 +8,7 @@
 | `problem.py` | the reduction of a profile that every method works on |
 | `solver.py` | the order of methods in a solve, and their shares of the time |
 | `baselines.py` | other methods' schedules: starts, and comparisons |
+| `nested_checkpointing.py` | checkpoints within checkpoints, for budgets below those of one level |
 | `exhaustive.py` | up to 40 operators: all schedules, by A* |
 | `blocks/block_plans.py` | a stretch of blocks as a step of its own, and its plans |
 | `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by HiGHS |

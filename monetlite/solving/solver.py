@@ -1,6 +1,7 @@
 """The order of methods in a solve: anytime, within a time limit, and honest about what is proven."""
 
 import atexit
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ from monetlite.solving.bounding.zero_one import Floats
 from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.incumbent import Incumbent, Solution
+from monetlite.solving.nested_checkpointing import nested_settings
 from monetlite.solving.problem import Problem
 from monetlite.solving.program import check_solver, full_template, solve_program
 from monetlite.solving.smallest import SMALL_OPERATORS, bracket_smallest
@@ -218,13 +220,13 @@ class _PeakSolve:
         return False
 
     def _try_settings(self) -> None:
-        """Offer what people set in one line: no schedule is slower than that at the same peak.
+        """Offer what people set in one line: no schedule is slower than that at the same peak. Nested ones follow.
 
         Where there is no time for a search, each comes with as few re-runs as fit, too.
         """
         end, profile = now() + _SETTINGS_SHARE * self.left, self.problem.profile
         searched = self.left * _OPERATORS_A_SECOND >= len(profile.graph.operators)
-        for steps in checkpointing_settings(profile):
+        for steps in itertools.chain(checkpointing_settings(profile), nested_settings(profile)):
             if self.incumbent.offer(steps, "checkpointing") and not searched and not self.should_stop():
                 self.incumbent.offer(with_fewer_reruns(profile, steps, self.budget_bytes), "checkpointing")
             if now() >= end or self.should_stop():
