@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
 
 OURS = "monetlite"
+CLOSE, SLOW = 1.25, 1.0
+"""Budget over the smallest that was reached, and overhead, up to and from which more memory is advised."""
 _TOLD = (
     "operators fingerprint device optimizer accumulate step_in_backward tolerance layout autocast budget_bytes "
     "peak_bytes reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "
@@ -60,8 +62,6 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         if size_bytes or name in ("weights", "inputs")
     )
     autocast = f", under autocast to {schedule.autocast}" if schedule.autocast else ""
-    reached, proven = schedule.smallest_reached_bytes, schedule.smallest_proven_bytes
-    smallest = f"at least {format_bytes(proven)}" if reached is None else _smallest(reached, proven)
     reserved = reserved_facts(profile, schedule)
     outside = unplanned_loss(graph, schedule.budget_bytes)
     words = LAYOUTS_IN_WORDS[schedule.layout]
@@ -82,7 +82,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
             f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)} "
             f"(gap {schedule.gap:.1%}, {schedule.status})",
         ),
-        ("smallest budget", smallest),
+        ("smallest budget", smallest_budget(schedule)),
         ("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}"),
         ("written", output),
     ]
@@ -119,6 +119,16 @@ def exactness(schedule: Schedule) -> str:
 
 def _extra_runs(schedule: Schedule) -> int:
     return sum(map(len, schedule.choices.before.values()))
+
+
+def smallest_budget(schedule: Schedule) -> str:
+    """The smallest feasible budget, as far as it is known, and a word on what a budget close to it costs."""
+    reached_bytes, proven_bytes = schedule.smallest_reached_bytes, schedule.smallest_proven_bytes
+    if reached_bytes is None:
+        return f"at least {format_bytes(proven_bytes)}"
+    close = schedule.budget_bytes < CLOSE * reached_bytes and schedule.overhead > SLOW
+    advice = "; this close to it, a little more memory may save much time" if close else ""
+    return _smallest(reached_bytes, proven_bytes) + advice
 
 
 def _smallest(reached_bytes: int, proven_bytes: int) -> str:

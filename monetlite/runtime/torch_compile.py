@@ -88,8 +88,8 @@ def compile_graph(
     ours = pieces is not None and not pieces.sizes.first_step
     if not ours and any(isinstance(item, torch.SymInt) for item in inputs):
         raise ModelError(
-            "torch.compile has made sizes symbolic (inputs of another shape came, or dynamic=True was given); memory "
-            "can be planned for sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
+            "torch.compile has made sizes symbolic (inputs of another shape came, or dynamic=True was given); a "
+            "plan is for sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
         )
     if torch.is_grad_enabled() and (pieces := pieces or _pieces(graph, chosen)):
         return pieces.backend(graph, inputs)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from commands import run
@@ -11,6 +12,7 @@ from commands import run
 import monetlite
 from monetlite import cli
 from monetlite.core.schedule import Status
+from monetlite.reporting.text_solve import smallest_budget
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -79,6 +81,18 @@ def test_solve_writes_a_schedule_and_says_what_people_decide_by(folder):
         assert heading in result.stdout
     assert "estimated for p100" in result.stdout
     assert sorted(os.listdir(folder)) == ["net.py", "s.yaml"]
+
+
+def test_a_budget_close_to_the_smallest_is_told_of(folder):
+    result = run(*SOLVE, "--budget", "95%", "--output", "s.yaml")
+    schedule = monetlite.load_schedule("s.yaml")
+    more = "a little more memory"
+    assert more not in result.stdout
+    near = {"smallest_reached_bytes": schedule.budget_bytes, "smallest_proven_bytes": 1}
+    slow = replace(schedule, latency_ms=3 * schedule.plain_latency_ms, **near)
+    assert more in smallest_budget(slow)
+    assert more not in smallest_budget(replace(slow, budget_bytes=2 * slow.budget_bytes))
+    assert more not in smallest_budget(replace(schedule, **near))
 
 
 def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
