@@ -30,7 +30,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
 from monetlite.operators.random import forked_state
 from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
 
-Attributes: TypeAlias = Mapping[tuple[int, str], Any]
+Attributes: TypeAlias = Mapping[tuple[int, str, int], Any]
 OUTSIDE_BLOCKS = -1
 """Block of what no block holds."""
 
@@ -216,12 +216,17 @@ class _Saved:
 
 
 def _attributes(module: nn.Module) -> Attributes:
-    """Numbers, texts and tensors that a module and its parts hold, by the part and the name; no parameters."""
+    """Numbers, texts and tensors that a module and its parts hold, also in lists; no parameters.
+
+    By the part, the name, and the place in the list.
+    """
     return {
-        (id(part), name): item
+        (id(part), name, number): leaf
         for part in module.modules()
         for name, item in (vars(part) | dict(part.named_buffers(recurse=False))).items()
-        if item is None or isinstance(item, (bool, int, float, str, torch.Tensor))
+        if not isinstance(item, dict)  # as modules have for their parameters and hooks
+        for number, leaf in enumerate(pytree.tree_leaves(item))
+        if leaf is None or isinstance(leaf, (bool, int, float, str, torch.Tensor))
     }
 
 

@@ -337,7 +337,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.second, self.kept = nn.Linear(16, 16), nn.Linear(16, 16), kept
         self.register_buffer("scale", torch.ones(()))
-        self.count, self.last, self.shown = 1.0, torch.ones(()), None
+        self.count, self.last, self.lasts = 1.0, torch.ones(()), (torch.ones(()), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x).tanh()
@@ -353,13 +353,15 @@ class Scaled(nn.Module):
             y, self.count = y / self.count, self.count + 1
         elif self.kept == "tensor":
             y, self.last = y / self.last, size
+        elif self.kept == "tensors":
+            y, self.lasts = y / self.lasts[0], (size, None)
         elif self.kept == "to look at":
             self.last = y.detach()
         return x + self.second(y).tanh()
 
 
 @pytest.mark.parametrize(
-    "kept", ["nothing", "counted", "to look at", "buffer", "number", "tensor", "spectral norm"]
+    "kept", ["nothing", "counted", "to look at", "buffer", "number", "tensor", "tensors", "spectral norm"]
 )
 def test_a_layer_that_reads_what_it_sets_is_not_wrapped(kept):
     """It would read another number when it runs again."""

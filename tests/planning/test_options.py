@@ -66,7 +66,7 @@ def test_commands_take_every_option_with_its_default():
 
 def test_solve_and_sweep_take_the_options_of_solving(monkeypatch):
     given = []
-    monkeypatch.setattr("monetlite.planning.layouts.solve_budget", lambda *args, **_: given.append(args[2]))
+    monkeypatch.setattr("monetlite.planning.budgets.solve_budget", lambda *args, **_: given.append(args[2]))
     options = {name: OTHERS[name] for name in SOLVING}
     monetlite.solve(None, "1GB", **options)
     monetlite.solve(None, "1GB")
