@@ -12,6 +12,8 @@ from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime import outside_loss
 from monetlite.runtime.serving import own_bytes
 
+pytestmark = pytest.mark.early  # where memory is in many pieces, looks at it come late, and a loss may be missed
+
 CLASSES, ROWS = 4000, 768
 QUICK = {"device": "rtx-4090", "time_limit": 0.3}
 
