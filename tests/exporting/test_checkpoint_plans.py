@@ -349,6 +349,8 @@ class Scaled(nn.Module):
         elif self.kept == "counted":
             with torch.no_grad():
                 self.scale.add_(1.0)  # which nobody reads
+        elif self.kept == "counter":
+            self.count += 1  # which it doesn't read, but nobody can tell
         elif self.kept == "number":
             y, self.count = y / self.count, self.count + 1
         elif self.kept == "tensor":
@@ -361,7 +363,8 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kept", ["nothing", "counted", "to look at", "buffer", "number", "tensor", "tensors", "spectral norm"]
+    "kept",
+    ["nothing", "counted", "to look at", "buffer", "counter", "number", "tensor", "tensors", "spectral norm"],
 )
 def test_a_layer_that_reads_what_it_sets_is_not_wrapped(kept):
     """It would read another number when it runs again."""

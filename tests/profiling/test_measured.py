@@ -27,11 +27,9 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import cost_cache, measured, measured_calls, meters
 from monetlite.profiling.arguments import make_arguments
-from monetlite.profiling.memory_records import peak_growth_bytes, running_totals
-from monetlite.profiling.memory_use import high_water_growth_bytes
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
 
-MIB = 2**20
 
 
 def small_net():
@@ -83,48 +81,6 @@ def counting(monkeypatch):
     meter = CountingMeter()
     monkeypatch.setattr(measured, "meter_for", lambda _: meter)
     return meter
-
-
-def test_peak_growth_of_known_allocations():
-    def function():
-        first = torch.empty(3 * MIB, dtype=torch.uint8)
-        second = torch.empty(5 * MIB, dtype=torch.uint8)
-        del first
-        third = torch.empty(2 * MIB, dtype=torch.uint8)
-        del second, third
-        return torch.empty(1 * MIB, dtype=torch.uint8)
-
-    assert peak_growth_bytes(function) == 8 * MIB
-    totals = [total // MIB for total in running_totals(function)]
-    assert totals[:4] == [3, 8, 5, 7]
-    assert totals[-2:] == [1, 0], "the result is let go of too"
-    assert peak_growth_bytes(lambda: None) == 0
-
-
-def test_a_block_from_before_is_not_taken_for_an_earlier_one_at_its_address():
-    """Torch reports its free with the size of what was measured there before."""
-    size, measured = 1 << 16, []
-    running_totals(lambda: measured.extend(torch.empty(size, dtype=torch.uint8) for _ in range(20)))
-    addresses = {item.data_ptr() for item in measured}
-    measured.clear()
-    others = [torch.empty(size, dtype=torch.uint8) for _ in range(20)]
-    assert addresses & {item.data_ptr() for item in others}, "no address is used twice: this can't fail"
-    assert not any(running_totals(others.clear))
-
-
-def test_growth_is_measured_in_a_backward_pass_too():
-    """Autograd runs backward on the calling thread or its own: allocations count either way."""
-    x = torch.randn(MIB, requires_grad=True)
-    growth = peak_growth_bytes(lambda: torch.tanh(x).sum().backward())
-    assert 8 * MIB <= growth <= 13 * MIB
-
-
-def test_the_high_water_mark_sees_memory_that_torch_does_not_report():
-    growth = high_water_growth_bytes(lambda: bytearray(64 * MIB))
-    if growth is None:
-        pytest.skip("this system does not report a resettable high-water mark")
-    assert 56 * MIB <= growth <= 80 * MIB
-    assert peak_growth_bytes(lambda: bytearray(64 * MIB)) < MIB
 
 
 def test_a_measured_profile_is_plausible(graph):
