@@ -1,4 +1,4 @@
-"""Measuring: memory against known allocations, each call once, and a cache that can be lost or broken."""
+"""Measuring: each call once, and a cache that can be lost or broken."""
 
 import contextlib
 import json
@@ -29,7 +29,6 @@ from monetlite.profiling import cost_cache, measured, measured_calls, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
-
 
 
 def small_net():
