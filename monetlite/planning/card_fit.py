@@ -357,7 +357,7 @@ class _Search:
             )
             planned = plans.deep is not None
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
-            known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes) if lean else None])
+            known += filter(None, [plans.leanest(lean_bytes) if lean else None])
         if not fitting and not planned and (wanted or lean):
             options = replace(self.solving, tolerance=self.tolerance, time_limit=max(MIN_SECONDS, seconds))
             found = solve_profile(self.profile, self.budget_bytes, options, starts=known)

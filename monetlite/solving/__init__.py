@@ -8,11 +8,11 @@
 | `problem.py` | the reduction of a profile that every method works on |
 | `solver.py` | the order of methods in a solve, and their shares of the time |
 | `baselines.py` | other methods' schedules: starts, and comparisons |
-| `nested_checkpointing.py` | checkpoints within checkpoints, for budgets below those of one level |
 | `exhaustive.py` | up to 40 operators: all schedules, by A* |
 | `blocks/block_plans.py` | a stretch of blocks as a step of its own, and its plans |
 | `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by HiGHS |
-| `blocks/deep_step.py` | from 600 operators: plans for all stretches, and the schedules they make |
+| `blocks/deep_step.py` | plans for all stretches, and the schedules that the master program makes of them |
+| `blocks/nested_plans.py` | plans within plans: blocks that run again more than once, by dynamic programming |
 | `program.py` | up to 100 operators: the boolean program, by SCIP, HiGHS or Gurobi |
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |

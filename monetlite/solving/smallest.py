@@ -2,9 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from monetlite.core.costs import Profile
-from monetlite.core.steps import Step
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
+from monetlite.solving.annealing.compiling import is_cached
+from monetlite.solving.blocks.deep_step import DeepStep, in_blocks
+from monetlite.solving.blocks.nested_plans import nested_plans, unit_places
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
@@ -14,6 +19,8 @@ from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 
 SMALL_OPERATORS = 40
 """Graphs of at most so many operators are tried exhaustively; larger ones have too many states."""
+_PLANS_SHARE = 0.3
+"""Part of the time for plans of blocks."""
 _NOTHING_FITS = -1
 """A budget for an incumbent that is about the smallest peak alone."""
 
@@ -54,6 +61,7 @@ def bracket_smallest(
     seed: int,
     should_stop: Callable[[], bool] = lambda: False,
     enough_bytes: int = 0,
+    deep: DeepStep | None = None,
 ) -> None:
     """Raise the smallest budget that is proven, and lower the smallest peak that is reached.
 
@@ -61,6 +69,7 @@ def bracket_smallest(
         incumbent: what is found and proven goes to it, and its steps of the smallest peak are improved on.
         seconds, seed, enough_bytes: as in `smallest_budget`.
         should_stop: asked now and then; stop early when it says so.
+        deep: the step in blocks, with plans, if it is known.
     """
     problem = incumbent.problem
     deadline = now() + seconds
@@ -80,9 +89,32 @@ def bracket_smallest(
             incumbent.offer(exact.smallest_reached_steps, "smallest")
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
+    elif is_cached():
+        _nest_plans(incumbent, deep, seconds=_PLANS_SHARE * seconds, seed=seed, should_stop=should_stop)
     left = deadline - now()
     if left > 0 and not should_stop():
         _lower_in_threads(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)
+
+
+def _nest_plans(
+    incumbent: Incumbent, deep: DeepStep | None, *, seconds: float, seed: int, should_stop: Callable[[], bool]
+) -> None:
+    """Offer the leanest schedule that nests plans of blocks."""
+    profile, deadline = incumbent.problem.profile, now() + seconds
+    deep = deep or in_blocks(profile, seed)
+    if deep is None:
+        return
+    missing = {end - start for start, end in unit_places(len(deep.blocks)) if (start, end) not in deep.plans()}
+    for length in sorted(missing):
+        deep.sweep(length, seconds / len(missing), lambda: now() >= deadline or should_stop())
+    nested = nested_plans(deep)
+    if nested is None:
+        return
+    incumbent.offer(plain_steps(profile.graph), "smallest")
+    assert incumbent.smallest_bytes is not None
+    leanest = nested.leanest(incumbent.smallest_bytes, partial(simulate, profile), should_stop)
+    if leanest is not None:
+        incumbent.offer(leanest.steps, "blocks")
 
 
 def _lower_in_threads(

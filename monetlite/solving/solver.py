@@ -1,7 +1,6 @@
 """The order of methods in a solve: anytime, within a time limit, and honest about what is proven."""
 
 import atexit
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -11,7 +10,6 @@ from functools import partial
 from operator import attrgetter
 
 from monetlite.core.announcing import warn
-from monetlite.core.blocks import find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule, SolverError
 from monetlite.core.interrupts import BOUND_THREAD, end_early
@@ -26,7 +24,8 @@ from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
 from monetlite.solving.baselines import checkpointing_settings, with_fewer_reruns
-from monetlite.solving.blocks.deep_step import MIN_BLOCKS, STAGES, DeepStep
+from monetlite.solving.blocks.deep_step import STAGES, DeepStep, in_blocks
+from monetlite.solving.blocks.nested_plans import nested_plans
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound, latency_bounds
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
@@ -35,7 +34,6 @@ from monetlite.solving.bounding.zero_one import Floats
 from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.incumbent import Incumbent, Solution
-from monetlite.solving.nested_checkpointing import nested_settings
 from monetlite.solving.problem import Problem
 from monetlite.solving.program import check_solver, full_template, solve_program
 from monetlite.solving.smallest import SMALL_OPERATORS, bracket_smallest
@@ -74,7 +72,7 @@ _GUIDING_SHARE = 0.6
 _CLOSE = 0.995
 """Part of the best linear bound from which on the finest relaxation is the one to branch on."""
 _MIN_DEEP_OPERATORS = 600
-"""The smallest graph that is planned by blocks before it is searched as a whole."""
+"""The smallest graph for whose stretches of several blocks plans are looked for."""
 _MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
 """Part of the time left for each master program, and the gap to which it is solved."""
 _PRICING_SHARE = 0.5
@@ -151,6 +149,7 @@ class _PeakSolve:
         self.options = options
         self.deadline = deadline
         self.stopped = threading.Event()
+        self.deep: DeepStep | None = None
         self.guides: list[tuple[Step, ...]] = []
         self.tight: Integers | None = None
         """Choices of the first schedule, where it took aiming at memory alone to find one."""
@@ -181,12 +180,13 @@ class _PeakSolve:
         if self.should_stop():
             return False
         self._try_settings()
-        deep = self._deep_step()
-        if deep is not None and not self.should_stop():
-            self._plan_blocks(deep, *STAGES[0])
+        large = len(problem.graph.operators) > SMALL_OPERATORS
+        self.deep = in_blocks(problem.profile, self.options.seed) if large and is_cached() else None
+        if self.deep is not None and not self.should_stop():
+            self._plan_blocks(self.deep, *STAGES[0])
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
-        if len(problem.graph.operators) <= SMALL_OPERATORS:
+        if not large:
             incumbent.phase = "trying every schedule"
             exact = exhaustive(problem, self.budget_bytes, seconds=0.3 * self.left, should_stop=self.should_stop)
             if exact.steps is not None:
@@ -202,10 +202,12 @@ class _PeakSolve:
         self.bounding = True
         bounding.start()
         try:
-            if deep is not None:
-                for length, share in STAGES[1:]:
+            if self.deep is not None:
+                deep_enough = len(problem.graph.operators) >= _MIN_DEEP_OPERATORS
+                far = incumbent.latency_ms > _FAR * incumbent.bound_ms
+                for length, share in STAGES[1:] if deep_enough else STAGES[1:2] if far else ():
                     if not self.should_stop():
-                        self._plan_blocks(deep, length, share)
+                        self._plan_blocks(self.deep, length, share)
             self._improve()
             while bounding.is_alive() and not self.should_stop():
                 bounding.join(min(0.1, max(0.0, self.left)))
@@ -220,13 +222,13 @@ class _PeakSolve:
         return False
 
     def _try_settings(self) -> None:
-        """Offer what people set in one line: no schedule is slower than that at the same peak. Nested ones follow.
+        """Offer what people set in one line: no schedule is slower than that at the same peak.
 
         Where there is no time for a search, each comes with as few re-runs as fit, too.
         """
         end, profile = now() + _SETTINGS_SHARE * self.left, self.problem.profile
         searched = self.left * _OPERATORS_A_SECOND >= len(profile.graph.operators)
-        for steps in itertools.chain(checkpointing_settings(profile), nested_settings(profile)):
+        for steps in checkpointing_settings(profile):
             if self.incumbent.offer(steps, "checkpointing") and not searched and not self.should_stop():
                 self.incumbent.offer(with_fewer_reruns(profile, steps, self.budget_bytes), "checkpointing")
             if now() >= end or self.should_stop():
@@ -243,12 +245,6 @@ class _PeakSolve:
                 self.incumbent.offer(first, "greedy")
                 return
 
-    def _deep_step(self) -> DeepStep | None:
-        """The step in blocks, if it is worth it."""
-        graph = self.problem.graph
-        blocks = find_blocks(graph) if len(graph.operators) >= _MIN_DEEP_OPERATORS and is_cached() else ()
-        return DeepStep(self.problem.profile, blocks, self.options.seed) if len(blocks) >= MIN_BLOCKS else None
-
     def _plan_blocks(self, deep: DeepStep, length: int, share: float) -> None:
         """Find plans of stretches of so many blocks in a share of the time left, and choose one for each block."""
         incumbent = self.incumbent
@@ -260,6 +256,11 @@ class _PeakSolve:
         steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
         if steps is not None:
             incumbent.offer(steps, _BLOCKS)
+        nested = nested_plans(deep)
+        if nested is not None:
+            timeline = nested.within(self.budget_bytes, timeline_of, self.should_stop)
+            if timeline is not None:
+                incumbent.offer(timeline.steps, _BLOCKS)
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""
@@ -312,6 +313,7 @@ class _PeakSolve:
             starts=() if self.incumbent.steps is None else (self.incumbent.steps,),
             guides=self.guides,
             tight=self.tight,
+            refining=self.deep is not None,
             neighbour_busy=lambda: self.bounding,
             should_stop=self.should_stop,
         )
@@ -341,6 +343,7 @@ class _PeakSolve:
             seconds=min(seconds, max(0.1, self.left)),
             seed=self.options.seed,
             should_stop=self.stopped.is_set,
+            deep=self.deep,
         )
 
     def _bound(self) -> None:

@@ -19,7 +19,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import solve_profile, solver
-from monetlite.solving.blocks import master_program
+from monetlite.solving.blocks import deep_step, master_program
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch
 from monetlite.solving.blocks.deep_step import DeepStep
 from monetlite.solving.blocks.master_program import MasterProgram
@@ -185,7 +185,7 @@ def test_the_master_program_is_solved_exactly(seed: int, monkeypatch: pytest.Mon
 def test_a_solve_by_blocks_is_legal_and_within_its_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the true optimum; small as they are, these steps would not be planned by blocks."""
     monkeypatch.setattr(solver, "_MIN_DEEP_OPERATORS", 0)
-    monkeypatch.setattr(solver, "MIN_BLOCKS", 2)
+    monkeypatch.setattr(deep_step, "MIN_BLOCKS", 2)
     monkeypatch.setattr(solver, "SMALL_OPERATORS", 0)
     rng = random.Random(2000 + seed)
     profile = random_blocks(rng, rng.randint(2, 3), operators=2)

@@ -31,9 +31,9 @@ from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 METHOD = "search"
 CHECK_EVERYTHING = 3000
 """With more operators than this `simulate` takes seconds, and only the best known schedule is offered."""
-EXPLORING_SHARE, TIGHT_EXPLORING_SHARE = 0.7, 0.3
-"""Part of the time for runs from the start; the rest is for refining the best schedules. TIGHT: where hardly
-anything fits."""
+EXPLORING_SHARE, REFINING_SHARE = 0.7, 0.7
+"""Part of the time for runs from the start, and for refining the best schedules where a good one is known, or where
+hardly anything fits."""
 BRACKET = 8
 HALVING = ((0.2, 3), (0.4, 1))
 """Number of runs that explore side by side; after which part of them how many go on, those with the least cost.
@@ -83,6 +83,7 @@ def search(
     starts: Sequence[tuple[Step, ...]] = (),
     guides: Sequence[tuple[Step, ...]] = (),
     tight: Integers | None = None,
+    refining: bool = False,
     neighbour_busy: Callable[[], bool] = lambda: False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -97,6 +98,7 @@ def search(
             while the search runs.
         tight: choices that `lower_peak` found for a budget within which hardly anything fits: the search then pays
             more for every byte too much, and begins from them.
+        refining: the first of `starts` is good.
         neighbour_busy: True while another thread is computing; on two cores the search then takes one.
         should_stop: asked several times a second.
     """
@@ -111,8 +113,12 @@ def search(
         return
 
     def work(number: int, ended: Callable[[], bool]) -> None:
-        tightly = tight is not None
-        _Worker(incumbent, beginning, guides, number, seed, deadline, ended, tightly, neighbour_busy).work()
+        worker = _Worker(incumbent, beginning, guides, number, seed, deadline, ended, neighbour_busy)
+        if tight is not None:
+            worker.penalty_scale *= TIGHT_PENALTY
+        if refining or tight is not None:
+            worker.exploring_share = 1 - REFINING_SHARE
+        worker.work()
 
     side_by_side(range(CORES), work, lambda: now() >= deadline or should_stop())
 
@@ -160,7 +166,6 @@ class _Worker:
         seed: int,
         deadline: float,
         finished: Callable[[], bool],
-        tight: bool,
         neighbour_busy: Callable[[], bool],
     ) -> None:
         self.incumbent = incumbent
@@ -170,7 +175,7 @@ class _Worker:
         self.number = number
         self.deadline = deadline
         self.finished = finished
-        self.exploring_share = TIGHT_EXPLORING_SHARE if tight else EXPLORING_SHARE
+        self.exploring_share = EXPLORING_SHARE
         self.neighbour_busy = neighbour_busy
         self.workspace = Workspace(self.flat, seed * THREADS + number)
         self.cost = AnnealingCost(budget_bytes=incumbent.budget_bytes)
@@ -185,7 +190,7 @@ class _Worker:
         self.guided = 0
         """Number of guides that were there when it last followed one."""
         latency_ms = incumbent.problem.least_latency_ms or 1.0
-        self.penalty_scale = latency_ms / max(1, self.flat.plain_peak_bytes) * (TIGHT_PENALTY if tight else 1.0)
+        self.penalty_scale = latency_ms / max(1, self.flat.plain_peak_bytes)
 
     def work(self) -> None:
         """Anneal until the time is up, or nothing gets better any more."""

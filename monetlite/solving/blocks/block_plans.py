@@ -9,6 +9,7 @@ another, which reads the gradients that pass on.
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TypeAlias
 
 from monetlite.core.blocks import Block, reads_of
@@ -49,6 +50,10 @@ class Plan:
     backward: tuple[Step, ...]
     choices: Integers = field(compare=False, repr=False)
 
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
     def dominates(self, other: "Plan") -> bool:
         return (
             self.time_ms <= other.time_ms
@@ -88,6 +93,8 @@ _HEAT, _PENALTIES = 0.3, (0.17, 3.0)
 """Temperature in the beginning over the mean time of an operator; penalties over time per byte of the stretch."""
 _LOWER = 0.9
 """Part of a plan's peak within which another is looked for."""
+_LEANER, _LEAST = 8, 0.99
+"""Searches for plans of a lower peak, at most; the part of a peak that is worth no more of them."""
 
 
 class Stretches:
@@ -205,6 +212,19 @@ class PlanSearch:
             kept_bytes = most * (points - point) // points
             choices = self._solve(kept_bytes, self.roomy_bytes, choices, seconds / points, finished)
 
+    def lower(self, seconds: float, finished: Callable[[], bool]) -> None:
+        """Look for plans of a lower and lower peak inside, in about so many seconds."""
+        part = _LOWER
+        for _ in range(_LEANER):
+            if finished() or part > _LEAST:
+                return
+            leanest = min(self.plans, key=attrgetter("peak_bytes"))
+            peak_bytes = int(part * leanest.peak_bytes)
+            kept_bytes = peak_bytes - self.stretch.gradient_bytes
+            self._solve(kept_bytes, peak_bytes, leanest.choices, seconds / _LEANER, finished)
+            if min(plan.peak_bytes for plan in self.plans) == leanest.peak_bytes:
+                part = (1 + part) / 2
+
     def lighten(self, finished: Callable[[], bool]) -> None:
         """Add lighter ways to run each plan: no limit of a sweep is on the peaks inside."""
         for plan in list(self.plans):
@@ -228,7 +248,7 @@ class PlanSearch:
         best = self.plans[at]
         around = {(plan.kept_bytes + best.kept_bytes) // 2 for plan in self.plans[max(0, at - 1) : at + 2]}
         limits = [(kept_bytes, self.roomy_bytes) for kept_bytes in sorted(around)]
-        limits.append((best.kept_bytes, int(_LOWER * max(best.forward_bytes, best.backward_bytes))))
+        limits.append((best.kept_bytes, int(_LOWER * best.peak_bytes)))
         for kept_bytes, peak_bytes in limits:
             self._solve(kept_bytes, peak_bytes, best.choices, seconds / len(limits), finished)
         return before_ms - min(map(reduced_ms, self.plans))

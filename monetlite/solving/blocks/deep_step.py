@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 
-from monetlite.core.blocks import Block
+from monetlite.core.blocks import Block, find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.simulate import Timeline
@@ -24,8 +24,16 @@ _MASTERS = 4
 """Master programs for one budget, each for less memory, until their schedule fits."""
 _ROUNDS = 4
 """Rounds of pricing that the time for it is meant for."""
+_LOWERING = 0.2
+"""Part of the time for plans that is for those of a lower peak."""
 POINTS = 12
 """Limits on what a stretch keeps, for each of which a plan is looked for."""
+
+
+def in_blocks(profile: Profile, seed: int) -> "DeepStep | None":
+    """A step in its blocks; None if it has too few."""
+    blocks = find_blocks(profile.graph)
+    return DeepStep(profile, blocks, seed) if len(blocks) >= MIN_BLOCKS else None
 
 
 class DeepStep:
@@ -57,7 +65,8 @@ class DeepStep:
 
         def search(stretch: Stretch, ended: Callable[[], bool]) -> PlanSearch:
             found = self.searches.get(stretch.kind) or PlanSearch(stretch, self.seed)
-            found.sweep(POINTS, share, ended)
+            found.sweep(POINTS, (1 - _LOWERING) * share, ended)
+            found.lower(_LOWERING * share, ended)
             return found
 
         self.searches |= zip(kinds, side_by_side(kinds.values(), search, finished), strict=True)

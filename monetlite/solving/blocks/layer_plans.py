@@ -7,6 +7,7 @@ then any budget is a small boolean program.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from monetlite.core.blocks import Block, find_blocks
 from monetlite.core.costs import Profile
@@ -15,20 +16,17 @@ from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step
 from monetlite.solving.baselines import layer_numbers
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
+from monetlite.solving.blocks.nested_plans import nested_plans
 from monetlite.solving.clock import now
 
 _MASTER_SECONDS, _MASTER_GAP = 1.0, 1e-3
 """The most time for each program of a budget, and its gap."""
-_ANY_SECONDS, _ANY_GAP = 0.3, 1.0
-"""The same for programs whose schedule only has to fit."""
 _SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
 """Layers in a row for which plans are looked for, and parts of the time for that."""
 _LIGHTER_SHARE = 0.3
 """Part of the time for lighter ways to run the plans."""
 _PRICING_SHARE = 0.3
 """Part of the time for plans that the first budget asks for."""
-_NARROW = 0.02
-"""Relative width at which the smallest budget is known well enough."""
 
 
 class LayerPlans:
@@ -64,7 +62,13 @@ class LayerPlans:
         if self._pricing_seconds > 0:
             self.deep.price(budget_bytes, self._pricing_seconds, _over(self._pricing_seconds))
             self._pricing_seconds = 0.0
-        return self.deep.within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP, self._timeline)
+        chosen = self.deep.within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP, self._timeline)
+        found = None if chosen is None else simulate(self.profile, chosen)
+        nested = nested_plans(self.deep)
+        timeline = None if nested is None else nested.within(budget_bytes, self._timeline)
+        if timeline is not None and timeline.peak_bytes <= budget_bytes:
+            found = min(found or timeline, timeline, key=attrgetter("latency_ms"))
+        return None if found is None else found.steps
 
     def _timeline(self, steps: Iterable[Step]) -> Timeline:
         return simulate(self.profile, self._with_deliveries(steps))
@@ -80,23 +84,11 @@ class LayerPlans:
             yield index, choice
         yield from ((at, 0) for at in reversed(waiting))
 
-    def leanest(self, least_bytes: int, most_bytes: int) -> tuple[Step, ...] | None:
-        """The schedule within the smallest budget that the plans can keep to, between two that are given."""
-        if self.deep is None:
-            return None
-        low, high = least_bytes, most_bytes
-        while high - low > _NARROW * high:  # a relaxed program is solved at once
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.deep.program(middle).prices() is None else (low, middle)
-        found, high = None, most_bytes
-        while high - low > _NARROW * high:
-            middle = (3 * low + high) // 4
-            steps = self.deep.within(middle, _ANY_SECONDS, _ANY_GAP, self._timeline)
-            if steps is None:
-                low = middle
-            else:
-                found, high = steps, simulate(self.profile, steps).peak_bytes
-        return found
+    def leanest(self, most_bytes: int) -> tuple[Step, ...] | None:
+        """The schedule of the smallest peak that the plans make; None if it isn't below `most_bytes`."""
+        nested = None if self.deep is None else nested_plans(self.deep)
+        timeline = None if nested is None else nested.leanest(most_bytes, self._timeline)
+        return None if timeline is None else timeline.steps
 
 
 def _over(seconds: float) -> Callable[[], bool]:
