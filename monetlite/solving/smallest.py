@@ -90,7 +90,7 @@ def bracket_smallest(
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
     elif is_cached():
-        _nest_plans(incumbent, deep, seconds=_PLANS_SHARE * seconds, seed=seed, should_stop=should_stop)
+        _nest_plans(incumbent, deep, seconds=seconds, seed=seed, should_stop=should_stop)
     left = deadline - now()
     if left > 0 and not should_stop():
         _lower_in_threads(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)
@@ -100,19 +100,23 @@ def _nest_plans(
     incumbent: Incumbent, deep: DeepStep | None, *, seconds: float, seed: int, should_stop: Callable[[], bool]
 ) -> None:
     """Offer the leanest schedule that nests plans of blocks."""
-    profile, deadline = incumbent.problem.profile, now() + seconds
+    profile, began = incumbent.problem.profile, now()
     deep = deep or in_blocks(profile, seed)
     if deep is None:
         return
     missing = {end - start for start, end in unit_places(len(deep.blocks)) if (start, end) not in deep.plans()}
+
+    def over(share: float) -> Callable[[], bool]:
+        return lambda: now() >= began + share * seconds or should_stop()
+
     for length in sorted(missing):
-        deep.sweep(length, seconds / len(missing), lambda: now() >= deadline or should_stop())
+        deep.sweep(length, _PLANS_SHARE * seconds / len(missing), over(_PLANS_SHARE))
     nested = nested_plans(deep)
     if nested is None:
         return
     incumbent.offer(plain_steps(profile.graph), "smallest")
     assert incumbent.smallest_bytes is not None
-    leanest = nested.leanest(incumbent.smallest_bytes, partial(simulate, profile), should_stop)
+    leanest = nested.leanest(incumbent.smallest_bytes, partial(simulate, profile), over(1.0))
     if leanest is not None:
         incumbent.offer(leanest.steps, "blocks")
 
