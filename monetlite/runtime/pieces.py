@@ -47,6 +47,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     RESTARTS,
     UNSUPPORTED,
     BreaksAgain,
+    LeftOut,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.fx.whole_numbers import WithoutNumbers
@@ -296,6 +297,8 @@ class PiecewiseTraining:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
             self._breaks.note_unplanned(error)
+            if isinstance(error, TraceError):
+                raise LeftOut(str(error)) from error
             return graph
         return weakly(self._run, pieces[-1], call) if pieces else call
 

@@ -248,6 +248,62 @@ class DrawsFromAGenerator(nn.Module):
         return self.second(torch.tanh(self.first(x)) + torch.randn(x.shape, generator=self.own[0]))
 
 
+class Observed(torch.autograd.Function):
+    """Notes the largest gradient in a buffer."""
+
+    @staticmethod
+    def forward(ctx, x, largest):
+        ctx.largest = largest
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.largest.copy_(gradient.abs().max().maximum(ctx.largest))
+        return gradient, None
+
+
+class ObservesGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(Hidden(), Hidden())
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        return Observed.apply(self.body(x), self.largest)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers(x).tanh()
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.second(torch.cond(x.sum() > 0, torch.sin, torch.cos, (h,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize("build", [ObservesGradients, Branches])
+def test_what_surrounds_a_part_that_can_not_be_planned_is_planned(build):
+    plain = build()
+    model = monetlite.within(twin(plain), budget="95%", **QUICK)
+    for seed in range(5):
+        x = torch.randn(256, 16, generator=torch.Generator().manual_seed(seed))
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    assert all(map(torch.equal, model.buffers(), plain.buffers()))
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 @pytest.mark.parametrize("build", [Loops, HasSparseGradients, DrawsFromAGenerator])
 def test_what_is_left_alone_keeps_its_gradients(build):

@@ -13,6 +13,7 @@
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
 | `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
+| `UnsupportedMutationAliasingException` | one of these; a model's part would leave all of it unplanned |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `grapharg`, `example_value` | a graph's inputs, real and fake; sizes that are equal once would be taken for one |
 | `_get_data_attr`, `_lower_version_count_by_1` | calls for `.data`; a model that assigns it would not be planned |
@@ -51,6 +52,7 @@ from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
+from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.nn.modules import activation, container, transformer
 
@@ -81,6 +83,10 @@ _ONES = (torch.ones, torch.ones_like, "new_ones")
 _log = logging.getLogger("torch._dynamo")
 _files_captured = trace_rules.get_legacy_mod_inlinelist
 _call_function = UserFunctionVariable.call_function
+
+
+class LeftOut(UnsupportedMutationAliasingException):
+    """One of `UNSUPPORTED`, for a graph that can't be planned."""
 
 
 def dynamo_settings(**changes: Any) -> AbstractContextManager[None]:
@@ -168,6 +174,7 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     kept_plain += [
         mock.patch.object(torch.linalg, name, _disabled(getattr(torch.linalg, name))) for name in _CHECKED
     ]
+    kept_plain += [mock.patch.object(torch, "cond", _disabled(torch.cond))]
     kept_plain += [mock.patch.object(module, name, _disabled(getattr(module, name))) for module, name in left_alone]
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
