@@ -112,6 +112,26 @@ def test_what_a_backend_raises_is_kept() -> None:
     assert isinstance(caught.value.inner_exception, Ours)
 
 
+def test_a_function_is_left_out_and_those_that_it_calls_are_captured() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).cos()
+
+    captured: list[list[Any]] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        names = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
+        if "cos" in names:
+            raise torch_dynamo.LeftOut("it")
+        captured.append(names)
+        return graph
+
+    assert torch.equal(torch.compile(outer, backend=backend)(torch.ones(2)), torch.ones(2).sin().cos())
+    assert captured == [["sin"]]
+
+
 def test_settings_are_there_whenever_a_function_is_compiled_and_at_no_other_time() -> None:
     present: list[str] = []
 
