@@ -11,6 +11,7 @@ import torch
 from monetlite.core.costs import Cost
 from monetlite.core.errors import CompileError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph
+from monetlite.fx.torch_internals.torch_aot import without_autocast
 from monetlite.operators import resolve
 from monetlite.operators.implementations import FUNCTIONS
 from monetlite.operators.program_calls import prepared
@@ -164,13 +165,13 @@ def as_function(
     """A call with arguments (see `make_arguments`), and the first of those that is a tensor.
 
     Where a kernel for CUDA finds its arguments wrong, CUDA is lost to the process. So a call whose arguments may be
-    wrong runs on the CPU first, which raises an error.
+    wrong runs on the CPU first, which raises an error. Autocast of the caller is off: calls have its conversions.
     """
     function = prepared(call.target, resolve(call.target))
     if device == "cuda" and depends_on_contents(call):
         with contextlib.suppress(NotImplementedError), as_function(call, "cpu", fractions=fractions) as (tried, _):
             tried()
-    with torch.no_grad(), forked_state(device):
+    with torch.no_grad(), without_autocast(), forked_state(device):
         args, kwargs = make_arguments(call, device, fractions=fractions)
         yield (
             lambda: function(*args, **kwargs),

@@ -220,6 +220,20 @@ def test_measuring_leaves_the_generator_alone(graph, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("rough", [False, True])
+def test_calls_are_measured_without_the_callers_autocast(rough, counting, monkeypatch):
+    made = []
+    monkeypatch.setattr(counting, "growth_bytes", lambda run: made.append(run()) or 0)
+    monkeypatch.setattr(counting, "once_ms", lambda run: made.append(run()) or 1.0, raising=False)
+    monkeypatch.setattr(measured, "_rough", {})
+    graph = monetlite.trace(nn.Linear(8, 8), torch.randn(4, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        measurement = measured.Measurement(graph, "cpu", tolerance=0.0)
+        measurement.rough_profile(1.0) if rough else measurement.run()
+    dtypes = {item.dtype for item in torch.utils._pytree.tree_leaves(made) if isinstance(item, torch.Tensor)}
+    assert dtypes == {torch.float32}
+
+
 def test_an_operator_that_cannot_be_run_alone_is_named():
     spec = TensorSpec(shape=(4, 4), stride=(4, 1), dtype="float32")
     other = TensorSpec(shape=(5, 4), stride=(4, 1), dtype="float32")
