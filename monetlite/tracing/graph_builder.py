@@ -391,7 +391,4 @@ def _reads_a_host_number(node: fx.Node) -> bool:
     """True for a kernel on a GPU that takes a number of the host's memory. Nothing may be written in its place."""
     device = getattr(node.meta.get("val"), "device", None)
     vals = [item.meta.get("val") for item in node.all_input_nodes]
-    return any(
-        isinstance(item, torch.Tensor) and item.is_floating_point() and device not in (None, item.device)
-        for item in vals
-    )
+    return any(isinstance(item, torch.Tensor) and device not in (None, item.device) for item in vals)
