@@ -23,7 +23,7 @@ from monetlite.profiling.memory_use import available_bytes
 from monetlite.profiling.meters import meter_for
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.wrapper import MONeTWrapper
-from monetlite.tracing.step_inputs import Inputs, require_module, split_inputs, tensors_in_order
+from monetlite.tracing.step_inputs import Inputs, on_its_gpu, require_module, split_inputs, tensors_in_order
 
 MAX_ALLOWED = 0.5
 """Largest difference that any tolerance allows: a gradient that is zero everywhere is off by 1."""
@@ -73,18 +73,19 @@ def verify(
     memo: dict[int, Any] = {}
     copied(model, memo)
     own = {at: memo[at] for at in _tensors(model) if at in memo}
-    return verify_own(
-        model,
-        loaded(schedule),
-        example_inputs,
-        own,
-        loss=loss,
-        repeats=repeats,
-        seed=seed,
-        operators=operators,
-        limits=limits,
-        progress=progress,
-    )
+    with on_its_gpu(model, example_inputs):
+        return verify_own(
+            model,
+            loaded(schedule),
+            example_inputs,
+            own,
+            loss=loss,
+            repeats=repeats,
+            seed=seed,
+            operators=operators,
+            limits=limits,
+            progress=progress,
+        )
 
 
 def verify_own(

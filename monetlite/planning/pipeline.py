@@ -151,8 +151,8 @@ def profile(
 
     Args:
         graph: from `monetlite.trace`.
-        device: `"cpu"` or `"cuda"` to measure on this machine, or the name of a device to estimate
-            (`"a100-40gb"`); by default, the device the graph was traced on.
+        device: `"cpu"` or `"cuda"` (torch's current GPU) to measure on this machine, or the name of a device to
+            estimate (`"a100-40gb"`); by default, the device the graph was traced on.
         optimizer: `"sgd"`, `"momentum"`, `"adam"`, `"adamw"` or `"adamw8bit"`, to count its state and its step.
         accumulate: count gradients that exist when the step begins: gradient accumulation, or
             `zero_grad(set_to_none=False)`.

@@ -1,5 +1,6 @@
 """`verify` says what differs from plain training, where that begins, and why a schedule doesn't pass."""
 
+import contextlib
 import functools
 import io
 import json
@@ -12,8 +13,11 @@ from rich.console import Console
 from step_lists import free_profile, recompute, recompute_everything, schedule_of
 from thoroughness import often
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import monetlite
+from monetlite.checking import verification
+from monetlite.checking.comparison import runner
 from monetlite.checking.measurements import StepMemory
 from monetlite.checking.report import VerificationLimits
 from monetlite.checking.trainee import Trainee, default_loss
@@ -410,6 +414,29 @@ def test_a_peak_on_cuda_is_that_of_the_step_with_its_workspaces_and_nothing_else
     assert trainee.memory() == StepMemory(
         peak_bytes=own_bytes + 700, resident_bytes=own_bytes, reserved_bytes=own_bytes + 900
     )
+
+
+def test_steps_are_checked_with_the_models_gpu_as_the_current_one(monkeypatch):
+    """The memory and the generator of the current GPU are looked at."""
+    noted = []
+
+    def begin(*_, **__):
+        noted.append("begins")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext(noted.append(str(gpu))))
+    monkeypatch.setattr(verification, "verify_own", begin)
+    monkeypatch.setattr(runner, "forked_state", begin)
+    model = nn.Linear(4, 4)
+    graph = trace(model, torch.randn(2, 4))
+    schedule = schedule_of(free_profile(graph), plain_steps(graph))
+    with FakeTensorMode():
+        model.weight, inputs = nn.Parameter(torch.empty(4, 4, device="cuda:1")), torch.empty(2, 4, device="cuda:1")
+    for check in (lambda: monetlite.verify(model, schedule, inputs), lambda: monetlite.compare(model, inputs)):
+        noted.clear()
+        with pytest.raises(KeyboardInterrupt):
+            check()
+        assert noted == ["cuda:1", "begins"]
 
 
 def test_predictions_of_other_devices_threads_and_shapes_are_not_compared(measured):

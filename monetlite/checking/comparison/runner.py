@@ -40,7 +40,7 @@ from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace_layouts
-from monetlite.tracing.step_inputs import Arguments, Inputs, autocast_to, device_of, require_module
+from monetlite.tracing.step_inputs import Arguments, Inputs, autocast_to, device_of, on_its_gpu, require_module
 
 BUDGETS = ("70%", "50%", "40%")
 TRIAL_REPEATS = 3
@@ -131,7 +131,7 @@ def compare(
     compiles = Peer.INDUCTOR in chosen
     priced = max(tolerance, REORDERED_SUMS) if compiles else tolerance
     layouts = layouts_to_try(None, priced, compiles)
-    with forked_state(device):
+    with on_its_gpu(model, (args, kwargs)), forked_state(device):
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")
