@@ -35,7 +35,9 @@ class GpuPeak:
 
     def _asked_for(self) -> tuple[int, int]:
         stats = torch.cuda.memory_stats(self.device)
-        return int(stats["requested_bytes.all.current"]), int(stats["requested_bytes.all.peak"])
+        # Others than torch's native allocator (cudaMallocAsync) don't count requests.
+        kind = "requested" if torch.cuda.get_allocator_backend() == "native" else "allocated"
+        return int(stats[f"{kind}_bytes.all.current"]), int(stats[f"{kind}_bytes.all.peak"])
 
 
 _open: "weakref.WeakSet[GpuPeak]" = weakref.WeakSet()

@@ -381,6 +381,7 @@ class Allocator:
             ("synchronize", lambda: None),
             ("empty_cache", lambda: None),
             ("current_device", lambda: 0),
+            ("get_allocator_backend", lambda: "native"),
             ("memory_stats", self.statistics),
             ("memory_reserved", lambda: self.allocated + 3_000),
             ("reset_peak_memory_stats", lambda _: None),

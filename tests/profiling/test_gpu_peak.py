@@ -8,8 +8,14 @@ from monetlite.profiling.memory_records import MemoryRecord, peak_growth_bytes
 
 
 class Allocator:
+    kind, other = "requested_bytes", "allocated_bytes"
+
     def __init__(self):
         self.now = self.most = 1000
+
+    def stats(self, _):
+        counted = {f"{self.kind}.all.current": self.now, f"{self.kind}.all.peak": self.most}
+        return counted | {f"{self.other}.all.current": 0, f"{self.other}.all.peak": 0}
 
     def take(self, size):
         self.now += size
@@ -26,7 +32,8 @@ def allocator(monkeypatch):
     answers = {
         "current_device": lambda: 0,
         "synchronize": lambda: None,
-        "memory_stats": lambda _: {"requested_bytes.all.current": made.now, "requested_bytes.all.peak": made.most},
+        "get_allocator_backend": lambda: "native",
+        "memory_stats": made.stats,
         "reset_peak_memory_stats": lambda _: vars(made).update(most=made.now),
     }
     for name, answer in answers.items():
@@ -43,6 +50,12 @@ def test_what_began_earlier_knows_the_peak_before_another_began(allocator):
     allocator.take(50)
     assert second.end() == (50, 200)
     assert first.end() == (50, 500)
+
+
+def test_an_allocator_that_does_not_count_requests(allocator, monkeypatch):
+    allocator.kind, allocator.other = allocator.other, allocator.kind
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert peak_growth_bytes(lambda: allocator.pass_by(100), "cuda") == 100
 
 
 def test_a_recorded_step_knows_the_peak_before_another_model_s_step_began(allocator):
