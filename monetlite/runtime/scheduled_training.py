@@ -63,7 +63,7 @@ from monetlite.tracing.capture import (
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.refusals import PIECES
-from monetlite.tracing.step_inputs import Arguments, gpu_of, on_its_gpu, require_module
+from monetlite.tracing.step_inputs import Arguments, gpu_of, on_its_gpu, refuse_several_devices, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
@@ -241,6 +241,7 @@ class ScheduledTraining:
         refuse_other_gpu(self.model, call)
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
+        refuse_several_devices(self.model, tuple(call))
         if plans.updates_in_backward:
             refuse_without_updates(self.model)
         plans.look_at(call)

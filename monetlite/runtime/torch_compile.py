@@ -41,7 +41,14 @@ from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS, line_of
-from monetlite.tracing.step_inputs import autocast_dtype, bucket_bytes, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.step_inputs import (
+    autocast_dtype,
+    bucket_bytes,
+    device_of,
+    gpu_of,
+    on_its_gpu,
+    refuse_several_devices,
+)
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 _PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS, _SIZES = "pieces", "whole", "left alone", "numbers", "sizes"
@@ -80,6 +87,7 @@ def compile_graph(
     Raises:
         ModelError: unknown options, no budget, or a model that TorchDynamo takes apart and that can't be planned
             in pieces.
+        DeviceError: parameters on several devices.
         Those of `monetlite.optimize`.
     """
     chosen = compile_options({**(options or {}), **others})
@@ -91,8 +99,10 @@ def compile_graph(
             "torch.compile has made sizes symbolic (inputs of another shape came, or dynamic=True was given); a "
             "plan is for sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
         )
-    if torch.is_grad_enabled() and (pieces := pieces or _pieces(graph, chosen)):
-        return pieces.backend(graph, inputs)
+    if torch.is_grad_enabled():
+        refuse_several_devices(graph, inputs)
+        if pieces := pieces or _pieces(graph, chosen):
+            return pieces.backend(graph, inputs)
     device = device_of(graph, inputs)
     autocast = autocast_dtype(device)
     plan: GraphPlan | None = None

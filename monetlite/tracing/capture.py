@@ -57,6 +57,7 @@ from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
 from monetlite.tracing.output_recorders import install_recorders
 from monetlite.tracing.refusals import explain, own_error
+from monetlite.tracing.step_inputs import refuse_several_devices
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
@@ -277,8 +278,10 @@ def capture(
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
         ModelError: it has parameters that are made at the first call.
+        DeviceError: it has parameters on several devices.
     """
     refuse_uninitialized(model)
+    refuse_several_devices(model, (args, kwargs))
     captured: list[Joint] = []
 
     def keep(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:

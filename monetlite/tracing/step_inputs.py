@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.graph import Resident
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_ddp import ddp_around, reduced_by
@@ -147,6 +147,26 @@ def on_its_gpu(model: nn.Module, inputs: object) -> contextlib.AbstractContextMa
     """Make the GPU of a step torch's current one, whose generator and statistics are read."""
     gpu = gpu_of(model, inputs)
     return contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu)
+
+
+def refuse_several_devices(model: nn.Module, inputs: object) -> None:
+    """Refuse parameters on several devices: a plan is of the memory and the random numbers of one.
+
+    Numbers without dimensions may be on the CPU.
+
+    Raises:
+        DeviceError: names a parameter on each.
+    """
+    given = (("a parameter", item) for item in pytree.tree_leaves(inputs) if isinstance(item, nn.Parameter))
+    on_gpu = ((name, item) for name, item in model.named_buffers() if item.is_cuda)
+    named = [*model.named_parameters(), *given, *on_gpu]
+    held = {str(item.device): name for name, item in reversed(named) if item.is_cuda or item.dim()}
+    if len(held) > 1 and any(item.is_cuda for _, item in named):
+        places = ", ".join(f"{name} on {device}" for device, name in sorted(held.items()))
+        raise DeviceError(
+            f"the model is on {len(held)} devices ({places}), and a step is planned on one. Put all of it on one "
+            "GPU, or train it as it is, without monetlite"
+        )
 
 
 def autocast_dtype(device: str) -> str:

@@ -1,5 +1,6 @@
 """The wrapper as a module: the wrapped model's own state, what it passes through, and what it refuses."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -9,13 +10,15 @@ import torch
 from small_models import TinyCNN, TwoInputsTwoOutputs, assert_same, call, step, twin
 from step_lists import schedule_for
 from thoroughness import often
-from torch import nn
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import monetlite
-from monetlite.core.errors import ModelError, ScheduleFileError, ScheduleMismatch
+from monetlite.core.errors import DeviceError, ModelError, ScheduleFileError, ScheduleMismatch
 from monetlite.runtime.scheduled_training import refuse_other_gpu
-from monetlite.tracing.step_inputs import Arguments
+from monetlite.runtime.torch_compile import compile_graph
+from monetlite.tracing.capture import capture
+from monetlite.tracing.step_inputs import Arguments, refuse_several_devices
 
 
 def mlp(width=12):
@@ -524,3 +527,31 @@ def test_data_parallel_is_refused_before_it_changes_the_model(cnn):
         x = torch.empty(2, 4, device="cuda:1")
     with pytest.raises(ModelError, match=r"inputs are on cuda:1, and the model is on cuda:0\. nn\.DataParallel"):
         refuse_other_gpu(trained, Arguments((x,), {}))
+
+
+def test_a_model_on_several_devices_is_refused(monkeypatch):
+    """Random numbers would be drawn again by one generator, and memory be counted as one device's."""
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    x = torch.randint(4, (2, 3))
+
+    def model_on(*devices):
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+        with FakeTensorMode():
+            model[0].weight, model[1].weight = (nn.Parameter(torch.empty(4, 4, device=item)) for item in devices)
+            model[1].bias = nn.Parameter(torch.empty(4, device=devices[1]))
+        return model
+
+    for devices in (("cpu", "cuda:0"), ("cuda:0", "cuda:1")):
+        model, says = model_on(*devices), rf"2 devices \(0\.weight on {devices[0]}, 1\.weight on {devices[1]}\)"
+        for begin in (
+            lambda model: refuse_several_devices(model, (x,)),
+            lambda model: capture(model, (x,), {}),
+            lambda model: compile_graph(fx.symbolic_trace(model), [x], budget="1GB"),
+            lambda model: monetlite.within(model, budget="1GB")(x),
+        ):
+            with pytest.raises(DeviceError, match=says):
+                begin(model)
+    model = model_on("cuda:0", "cuda:0")
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    model.register_buffer("lengths", torch.ones(4))
+    refuse_several_devices(model, x)
