@@ -132,9 +132,20 @@ def bucket_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
-    """The type of the device that a step runs on: that of its inputs, or of the parameters."""
+    """The type of the device that a step runs on: that of its inputs, or of the parameters.
+
+    Raises:
+        DeviceError: neither a CPU nor a GPU by CUDA.
+    """
     first = _first_tensor(model, inputs)
-    return meta_device if first is None or first.is_meta else first.device.type
+    if first is None or first.is_meta:
+        return meta_device
+    if first.device.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"the step runs on {first.device}, and steps are planned on 'cpu' and 'cuda' alone. Move the model and "
+            "its inputs there, or train it as it is, without monetlite"
+        )
+    return first.device.type
 
 
 def gpu_of(model: nn.Module, inputs: object) -> torch.device | None:
@@ -181,10 +192,10 @@ def autocast_to(device: str, dtype: str | None) -> torch.autocast:
 
 
 def _first_tensor(model: nn.Module, inputs: object) -> torch.Tensor | None:
-    """The first tensor of the inputs and the first parameter that is on a GPU, or else on any device.
+    """The first tensor of the inputs and the first parameter that is on a GPU or the like, or else on any device.
 
     A number on the CPU may stand before the inputs on the GPU.
     """
     leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
     tensors = itertools.chain(leaves, itertools.islice(model.parameters(), 1))
-    return max(tensors, key=lambda item: item.is_cuda, default=None)
+    return max(tensors, key=lambda item: item.device.type not in ("cpu", "meta"), default=None)

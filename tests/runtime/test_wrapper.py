@@ -18,7 +18,7 @@ from monetlite.core.errors import DeviceError, ModelError, ScheduleFileError, Sc
 from monetlite.runtime.scheduled_training import refuse_other_gpu
 from monetlite.runtime.torch_compile import compile_graph
 from monetlite.tracing.capture import capture
-from monetlite.tracing.step_inputs import Arguments, refuse_several_devices
+from monetlite.tracing.step_inputs import Arguments, device_of, refuse_several_devices
 
 
 def mlp(width=12):
@@ -555,3 +555,20 @@ def test_a_model_on_several_devices_is_refused(monkeypatch):
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     model.register_buffer("lengths", torch.ones(4))
     refuse_several_devices(model, x)
+
+
+def test_a_device_that_is_no_cpu_and_no_gpu_by_cuda_is_refused(cnn):
+    """Its generator and its memory would be taken for the CPU's."""
+    _, (x,), schedule = cnn
+    model = TinyCNN()
+    with FakeTensorMode():
+        for name, item in list(model.stem.named_parameters()):
+            setattr(model.stem, name, nn.Parameter(torch.empty(item.shape, device="xpu")))
+    for begin in (
+        lambda: device_of(model, x),
+        lambda: monetlite.optimize(model, x, "1GB", device="rtx-3090"),
+        lambda: compile_graph(fx.symbolic_trace(model), [x], budget="1GB"),
+        lambda: monetlite.MONeTWrapper(model, schedule)(x),
+    ):
+        with pytest.raises(DeviceError, match="runs on xpu:0, and steps are planned on 'cpu' and 'cuda' alone"):
+            begin()
