@@ -36,6 +36,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     decomposition_table,
     faked_by,
     python_kernel,
+    special_fake_functions,
     suggest_memory_format,
     traced_as,
     without_modes,
@@ -125,6 +126,7 @@ def kernels_kept_whole() -> Iterator[None]:
         ones_laid_out_as_real(),
         interpolated_to_any_size(_KEYS),
         _dropout_backward_as_read(),
+        _group_norm_in_order_on_gpus(),
         _batch_norm_by_cudnn(),
         _draws_in_storage_order(),
         _dropout_of_everything(DispatchKey.Autograd),
@@ -182,6 +184,16 @@ def _dropout_backward_as_read() -> AbstractContextManager[None]:
         return gradient * mask * scale if gradient.device.type == "cpu" else decomposed(gradient, mask, scale)
 
     return faked_by(decomposition_table, {operator: made})
+
+
+def _group_norm_in_order_on_gpus() -> AbstractContextManager[None]:
+    """Have fake images that a GPU's group norm reads and makes be contiguous, as real ones are."""
+
+    def made(_mode: Any, operator: OpOverload, source: torch.Tensor, *args: Any) -> Any:
+        as_it_is = source.device.type == "cpu" or source.is_contiguous()
+        return NotImplemented if as_it_is else operator(source.contiguous(), *args)
+
+    return faked_by(special_fake_functions, {torch.ops.aten.native_group_norm.default: made})
 
 
 def _draws_in_storage_order() -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,19 @@ def check_number():
     return {"calls": calls, "problems": problems if devices == {"cpu", "cuda"} else ["the number is no tensor"]}
 
 
+def check_images():
+    """Images that a group norm makes on a GPU are contiguous, also in the layout of channels-last ones."""
+    convolutions = [torch.nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)]
+    norms = [(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Dropout(0.2)) for _ in convolutions]
+    layers = [layer for block in zip(convolutions, norms) for layer in (block[0], *block[1])]
+    model, inputs = to_meta(torch.nn.Sequential(*layers), (torch.empty(2, 8, 6, 6),))
+    traced = on_gpu(model, inputs, HOPPER[1], layout="channels_last")
+    traced, problems = replace(traced, graph=traced.graph.available("cuda")), []
+    steps = with_random_implementations(traced.graph, recompute_everything(traced.graph), random.Random(3))
+    calls = run_lowered(traced, schedule_of(free_profile(traced.graph), steps), problems)
+    return {"calls": calls, "problems": problems}
+
+
 def check_zoo(path):
     """A shared schedule on the GPU's trace of its model."""
     schedule = monetlite.load_schedule(path)
@@ -190,6 +204,9 @@ def check_zoo(path):
     return {"calls": run_lowered(traced, schedule, problems), "problems": problems}
 
 
+OWN = {"number": check_number, "images": check_images}
+
+
 def main(cases):
     torch.set_num_threads(1)
     kept, found = pretend(), {}
@@ -197,8 +214,8 @@ def main(cases):
         name, _, autocast = case.partition(" under ")
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                if name == "number":
-                    found[case] = check_number()
+                if name in OWN:
+                    found[case] = OWN[name]()
                 else:
                     found[case] = check_zoo(name) if name.endswith(".yaml") else check_small(name, autocast)
             except Exception as error:

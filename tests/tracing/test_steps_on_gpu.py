@@ -15,7 +15,7 @@ import torch
 
 HERE = Path(__file__).parent
 SCHEDULES = HERE.parents[1] / "schedules"
-CASES = ["cnn under float16", "small llama", "number"]
+CASES = ["cnn under float16", "small llama", "number", "images"]
 if "MONETLITE_THOROUGH" in os.environ:
     CASES += ["llama", "cnn", "gpt", "gpt2", "resnet", "mobilenet", "bert", "vit"]
     CASES += sorted({path.name.rpartition("_")[0]: str(path) for path in SCHEDULES.glob("*/*.yaml")}.values())
