@@ -36,6 +36,7 @@ class Traits:
         gradient_follows: its first operand, a gradient, should have the layout of its second.
         by_storage: it finds elements of its first operand by position in the storage.
         kept_whole: torch splits it into smaller operators during capture, which plain training doesn't run.
+        ends_of_groups: position of an operand that says where each group of the first one's rows ends.
         fractions: its operands are probabilities, rates or deviations. A GPU ends the process where they are not.
         fusible: Inductor makes loops of it that it joins with those around it, though it is not computed element by
             element alone.
@@ -59,6 +60,7 @@ class Traits:
     gradient_follows: bool = False
     by_storage: bool = False
     kept_whole: bool = False
+    ends_of_groups: int | None = None
     fractions: bool = False
     fusible: bool = False
     checks: bool = False
@@ -177,6 +179,7 @@ _record(
     "_standard_gamma normal normal_",
     fractions=True,
 )
+_record("_grouped_mm grouped_mm_fallback grouped_mm_fallback_backward", ends_of_groups=2)  # some are transformers'
 _record("nll_loss_backward nll_loss2d_forward nll_loss2d_backward index_copy scatter_reduce take put")  # `is_known`
 _record(
     "native_layer_norm native_layer_norm_backward _softmax _log_softmax _safe_softmax _softmax_backward_data "

@@ -33,6 +33,8 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     wide = wide_statistics(call)
     # No bag of an `EmbeddingBag` may be empty: the kernel copies only those that are not.
     sizes = call.args[4] if call.target.startswith("aten._embedding_bag_backward.") else None
+    groups = traits_of(call.target).ends_of_groups
+    ends = call.args[groups] if groups is not None and groups < len(call.args) else None
     most_true = _most_true(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
@@ -46,6 +48,9 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
             storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound, fractions)
             if ref is sizes:
                 storages[key].fill_(1)
+            if ref is ends:  # groups of equal size: without rows, nothing would be computed
+                count = len(storages[key])
+                storages[key].copy_(torch.arange(1, count + 1) * _rows_in_groups(call) // count)
             if dtype is torch.bool and most_true is not None:
                 repeats = max(1, math.prod(ref.spec.shape) // max(1, extent[key]))
                 storages[key].fill_(False)[: most_true // repeats] = True
@@ -107,6 +112,14 @@ def _indexed_size(call: Call) -> int | None:
         case "take" | "put":
             return math.prod(source.spec.shape)
     return None
+
+
+def _rows_in_groups(call: Call) -> int:
+    """Number of rows in all groups. Products that sum over the rows take the first operand transposed."""
+    first, second, *_ = (ref.spec.shape for ref in call.tensors())
+    if len(first) == 3:
+        return second[-1]
+    return first[0] if len(second) == 3 else first[-1]
 
 
 def _most_true(call: Call) -> int | None:

@@ -23,7 +23,7 @@ from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.units import Amount
 
-VERSION = 8
+VERSION = 9
 SAVE_SECONDS = 20.0
 """Most measuring time that is lost when a process is killed."""
 CHECKED = 16

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  # has operators of its own
 
 from monetlite.operators.traits import TRAITS, aten_name, family_of, operation_formula, traits_of
 
 OURS = {"layer_norm_backward_"}
+OF_TRANSFORMERS = {"grouped_mm_fallback", "grouped_mm_fallback_backward"}
 
 
 def overloads(name: str) -> list[torch._ops.OpOverload]:
-    packet = getattr(torch.ops.aten, name)
+    packet = getattr(torch.ops.transformers if name in OF_TRANSFORMERS else torch.ops.aten, name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
@@ -27,6 +29,7 @@ def test_positions_are_those_of_tensors(name):
         *((0, 1) if traits.gradient_follows else ()),
         *([0] if traits.by_storage else ()),
         *([] if traits.shape_only is None else [traits.shape_only]),
+        *([] if traits.ends_of_groups is None else [traits.ends_of_groups]),
         *([traits.left_factor, traits.left_factor + 1] if traits.left_factor else []),
     )
     arguments = [str(item.type) for item in overloads(name)[0]._schema.arguments]

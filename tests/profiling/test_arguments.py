@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  # has operators of its own
 from torch import nn
 
 import monetlite
@@ -142,6 +143,30 @@ def test_bits_of_a_mask_are_as_often_one_as_zero():
     assert any("masked_gradient_" in target for target in shares)
     assert any("dropout" in target for target in shares)
     assert all(share == pytest.approx(0.5, abs=0.05) for share in shares.values())
+
+
+class Experts(nn.Module):
+    """Rows in groups, each of which has a matrix of its own."""
+
+    def __init__(self, product, dtype):
+        super().__init__()
+        self.product, self.weights = product, nn.Parameter(torch.randn(4, 16, 32, dtype=dtype))
+
+    def forward(self, x, ends):
+        return self.product(x, self.weights, offs=ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_of_rows_are_of_equal_size(dtype):
+    """Without rows in its groups, a product would take no time and no memory."""
+    one, own = nn.functional.grouped_mm, torch.ops.transformers.grouped_mm_fallback
+    product, count = (one, 3) if dtype is torch.bfloat16 else (own, 2)
+    x, ends = torch.randn(64, 16, dtype=dtype, requires_grad=True), torch.tensor([1, 2, 3, 64], dtype=torch.int32)
+    graph = monetlite.trace(Experts(product, dtype), (x, ends))
+    calls = [item.call for item in calls_to_measure(graph).values() if "grouped_mm" in item.call.target]
+    assert len(calls) == count, "also of the gradients"
+    for call in calls:
+        assert make_arguments(call, "cpu")[0][2].tolist() == [16, 32, 48, 64]
 
 
 class Rounding(nn.Module):
