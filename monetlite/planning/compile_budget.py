@@ -29,7 +29,7 @@ from monetlite.operators.implementations import target_of
 from monetlite.planning.partitioned_step import PartitionedStep, stored_bytes
 from monetlite.planning.pipeline import price
 from monetlite.solving.sum_fronts import Choice, front_of_sums
-from monetlite.tracing.step_inputs import require_module
+from monetlite.tracing.step_inputs import on_its_gpu, require_module
 
 MAX_CHOICES = 32
 """Choices on the front that are looked at for a graph."""
@@ -79,7 +79,7 @@ def compile_within(
 
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         solver = PartitionSolver(budget_bytes, outputs)
-        with partitioned_by(solver.choose, solver.estimate_ms):
+        with on_its_gpu(graph, inputs), partitioned_by(solver.choose, solver.estimate_ms):
             compiled = compile_graph(graph, inputs)
         trained = torch.is_grad_enabled() and any(getattr(item, "requires_grad", False) for item in inputs)
         if trained and solver.peak_bytes is None:
