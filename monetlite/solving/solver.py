@@ -183,7 +183,7 @@ class _PeakSolve:
         large = len(problem.graph.operators) > SMALL_OPERATORS
         self.deep = in_blocks(problem.profile, self.options.seed) if large and is_cached() else None
         if self.deep is not None and not self.should_stop():
-            self._plan_blocks(self.deep, *STAGES[0])
+            self._plan_blocks(self.deep, *STAGES[0], at_most=len(problem.graph.operators) / _OPERATORS_A_SECOND)
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if not large:
@@ -245,12 +245,16 @@ class _PeakSolve:
                 self.incumbent.offer(first, "greedy")
                 return
 
-    def _plan_blocks(self, deep: DeepStep, length: int, share: float) -> None:
-        """Find plans of stretches of so many blocks in a share of the time left, and choose one for each block."""
+    def _plan_blocks(self, deep: DeepStep, length: int, share: float, at_most: float = math.inf) -> None:
+        """Find plans of stretches of so many blocks, and choose one for each block.
+
+        Finding them takes a share of the time left, and `at_most` so many seconds.
+        """
         incumbent = self.incumbent
         incumbent.phase = "planning block by block"
-        deep.sweep(length, share * self.left, self.should_stop)
-        deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
+        seconds = min(share * self.left, at_most)
+        deep.sweep(length, seconds, self.should_stop)
+        deep.price(self.budget_bytes, _PRICING_SHARE * seconds, self.should_stop)
         timeline_of = partial(simulate, self.problem.profile)
         seconds = _MASTER_SHARE * self.left
         steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
