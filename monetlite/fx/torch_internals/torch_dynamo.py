@@ -20,6 +20,7 @@
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
+| `ListIteratorVariable.reconstruct`, `create_call_function` | hand on the rest of a loop; a layer would set others' attributes |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells where a tensor comes from; masks of ones would be made whole |
 | `Tensor._version` | tells that a tensor was written to; padding put into a mask of ones would be lost |
@@ -36,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from unittest import mock
 
 import numpy
@@ -46,12 +47,13 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_
 from torch._dynamo import config as _config
 from torch._dynamo import disable, eval_frame, trace_rules
 from torch._dynamo import utils as _utils
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, ListIteratorVariable, TensorVariable, UserFunctionVariable
 from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.nn.modules import activation, container, transformer
@@ -83,6 +85,7 @@ _ONES = (torch.ones, torch.ones_like, "new_ones")
 _log = logging.getLogger("torch._dynamo")
 _files_captured = trace_rules.get_legacy_mod_inlinelist
 _call_function = UserFunctionVariable.call_function
+_reconstruct = ListIteratorVariable.reconstruct
 
 
 class LeftOut(UnsupportedMutationAliasingException):
@@ -178,6 +181,7 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     kept_plain += [mock.patch.object(module, name, _disabled(getattr(module, name))) for module, name in left_alone]
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
+    kept_plain += [mock.patch.object(ListIteratorVariable, "reconstruct", _hand_on)]
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
     kept_plain += [mock.patch.object(trace_rules, "get_legacy_mod_inlinelist", _files_of_parts)]
     settings = _config.patch(
@@ -270,6 +274,33 @@ class BreaksAgain:
 def _iterated(modules: Any) -> Iterator[nn.Module]:
     """An iterator over a list of modules that TorchDynamo can hand on from one graph to the next."""
     return iter(list(modules._modules.values()))
+
+
+class _Remaining:
+    """An iterator over what is left of a list at a break.
+
+    TorchDynamo would hand on one of Python's own, and know items by how far they are from its next one. It sets
+    attributes of modules when the iterator has gone on: it would set those of other modules.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items, self.at = list(items), 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+
+def _hand_on(self: Any, codegen: Any) -> None:
+    """Write code that makes the rest of a list's iterator."""
+    codegen.add_push_null(lambda: codegen.load_import_from(__name__, _Remaining.__name__))
+    _reconstruct(self, codegen)
+    codegen.extend_output(create_call_function(1, False))
 
 
 @functools.cache

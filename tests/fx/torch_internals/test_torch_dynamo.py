@@ -132,6 +132,39 @@ def test_a_function_is_left_out_and_those_that_it_calls_are_captured() -> None:
     assert captured == [["sin"]]
 
 
+class _Counts(nn.Module):
+    """Counts its runs in a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Identity()
+        self.part.count = 0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part.count += 1  # type: ignore[assignment,operator]
+        return x + 1
+
+
+class _Breaks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 1e9 else x + 1
+
+
+@pytest.mark.parametrize("own", [lambda parts: nn.Sequential(*parts), nn.ModuleList, list])
+def test_what_a_loop_with_breaks_sets_is_its_own_modules(own: Callable[[list[nn.Module]], Any]) -> None:
+    counts = [_Counts() for _ in range(4)]
+    parts = own([_Breaks(), counts[0], _Breaks(), *counts[1:]])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for part in parts[1:] if x.sum() > 1e9 else list(parts):
+            x = part(x)
+        return x
+
+    with torch_dynamo.taken_apart():
+        assert torch.equal(torch.compile(run, backend="eager")(torch.zeros(2)), torch.full((2,), 6.0))
+    assert [item.part.count for item in counts] == [1, 1, 1, 1]
+
+
 def test_settings_are_there_whenever_a_function_is_compiled_and_at_no_other_time() -> None:
     present: list[str] = []
 
