@@ -20,7 +20,7 @@
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
-| `ListIteratorVariable.reconstruct`, `create_call_function` | hand on the rest of a loop; a layer would set others' attributes |
+| `ListIteratorVariable.reconstruct`, `create_call_function` | hand on a loop; others' attributes would be set |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells where a tensor comes from; masks of ones would be made whole |
 | `Tensor._version` | tells that a tensor was written to; padding put into a mask of ones would be lost |
