@@ -17,7 +17,7 @@ from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copie
 from monetlite.core.costs import cost_device, cost_source
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
-from monetlite.core.graph import ALL_OUTPUTS
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.profiling.memory_use import available_bytes
 from monetlite.profiling.meters import meter_for
@@ -123,7 +123,7 @@ def verify_own(
             device,
             accumulate=schedule.accumulate,
             step_in_backward=schedule.step_in_backward,
-            holds_outputs=schedule.outputs == ALL_OUTPUTS,
+            holds_outputs=schedule.outputs != LOSS_ONLY,
             autocast=schedule.autocast,
             optimizer=schedule.optimizer,
         )

@@ -223,7 +223,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
     device: str
     layout: Layout = AS_TRACED
     autocast: str | None = None
-    outputs: Literal["all", "loss"] = ALL_OUTPUTS
+    outputs: Literal["all", "loss", "trained"] = ALL_OUTPUTS
     optimizer: str | None = None
     accumulate: bool
     step_in_backward: bool = False

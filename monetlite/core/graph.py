@@ -69,7 +69,8 @@ def uncompiled_layout(layout: str) -> str:
 
 LOSS_ONLY: Literal["loss"] = "loss"
 ALL_OUTPUTS: Literal["all"] = "all"
-"""Outputs that the caller of a model with a loss gets: the loss and what is small, or all."""
+TRAINED_OUTPUTS: Literal["trained"] = "trained"
+"""Outputs that the caller of a model with a loss gets: the loss and what is small, all, or all with gradients."""
 
 
 class Phase(StrEnum):

@@ -13,13 +13,14 @@ from typing import Any
 from monetlite.core.costs import Profile
 from monetlite.core.devices import require_device
 from monetlite.core.errors import ModelError
-from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY
+from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY, TRAINED_OUTPUTS
 from monetlite.core.spelling import close_matches
 
 REORDERED_SUMS = 1e-5
 """Tolerance from which another order of sums is allowed: other layouts, and regions that Inductor compiles."""
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
+OUTPUTS = (LOSS_ONLY, ALL_OUTPUTS, TRAINED_OUTPUTS)
 
 
 def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> Any:
@@ -73,9 +74,10 @@ class PricingOptions:
     )
     outputs: str = _option(
         LOSS_ONLY,
-        "What a model that computes its loss returns in training: the loss and outputs of up to two dimensions, or "
-        "all, such as the logits of every token, which then stay in memory.",
-        (LOSS_ONLY, ALL_OUTPUTS),
+        "What a model that computes its loss returns in training: the loss and outputs of up to two dimensions; "
+        "all, such as the logits of every token, which then stay in memory; or all, of which others than the loss "
+        "are trained on, too.",
+        OUTPUTS,
     )
 
     def __post_init__(self) -> None:
@@ -92,8 +94,7 @@ class PricingOptions:
                 "accumulate; leave one of the two out"
             )
         _refuse_unknown("layout", self.layout, LAYOUTS)
-        if self.outputs not in (LOSS_ONLY, ALL_OUTPUTS):
-            raise ModelError(f"outputs {self.outputs!r} is neither {LOSS_ONLY!r} nor {ALL_OUTPUTS!r}")
+        _refuse_unknown("outputs", self.outputs, OUTPUTS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,8 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
         Literal["bfloat16", "float16"] | None, Meta(description="dtype of torch.autocast around the model")
     ] = None
     outputs: Annotated[
-        Literal["all", "loss"], Meta(description="what the caller gets of a model that computes its loss")
+        Literal["all", "loss", "trained"],
+        Meta(description="what the caller gets of a model that computes its loss"),
     ] = ALL_OUTPUTS
     costs: CostSource
     budget_bytes: Annotated[Positive, Meta(description="what was asked for")]

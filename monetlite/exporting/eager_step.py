@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Call, Resident, TensorRef, TensorSpec
+from monetlite.core.graph import LOSS_ONLY, Call, Resident, TensorRef, TensorSpec
 from monetlite.exporting.weightless_run import Contents, changed_arguments, tensors_among, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -175,7 +175,7 @@ def record_step(
     with forked_state(here), recorder.recording(copied):
         output = copied(*args, **kwargs)
         loss = objective(output)
-        held = output if outputs == ALL_OUTPUTS else None
+        held = output if outputs != LOSS_ONLY else None
         del output
         recorder.border = len(recorder.calls)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it

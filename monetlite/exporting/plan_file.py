@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from monetlite.core.graph import ALL_OUTPUTS
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.checkpoint_search import FoundPlan
@@ -208,7 +208,7 @@ def _facts(exported: ExportedPlan, schedule: Schedule) -> Iterator[str]:
     yield f"plain       {format_bytes(plain.peak_bytes)}, {format_ms(plain.latency_ms)}"
     if schedule.autocast:
         yield f"Model and loss run within torch.autocast, in {schedule.autocast}."
-    if schedule.outputs == ALL_OUTPUTS:
+    if schedule.outputs != LOSS_ONLY:
         yield "The model's outputs are held to the end of the step."
     yield f"Peak of a training step and its time, predicted for {step.device} with torch {torch.__version__}."
 

@@ -42,5 +42,6 @@ class _RefuseGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise ModelError(
             f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
-            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
+            "alone. Give outputs='trained' beside the budget to train on its other outputs, too; or call .detach() "
+            "on this one"
         )

@@ -90,8 +90,8 @@ class MONeTWrapper(nn.Module):
 
     Inputs that are smaller than those a schedule was solved for (the last batch, a shorter sequence) run by the
     same schedule. A model that returns a mapping with a scalar `loss` is trained through that loss; a gradient
-    that reaches another output raises an error. Other outputs of more than two dimensions are computed only with
-    `outputs="all"`; without it, reading them raises `ModelError`.
+    that reaches another output raises an error, but with `outputs="trained"`. Other outputs of more than two
+    dimensions are computed only with that or with `outputs="all"`; without it, reading them raises `ModelError`.
 
     Example:
         >>> import torch, monetlite

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import ALL_OUTPUTS
+from monetlite.core.graph import ALL_OUTPUTS, TRAINED_OUTPUTS
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.assigned_data import copy_assigned_data
 from monetlite.fx.direct_calls import as_function
@@ -123,8 +123,9 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
     """The function that is captured: the model's forward pass, differentiable where training needs it.
 
     A model that returns a mapping with a scalar `loss` (as transformers' models do) is trained through that
-    loss: its other outputs come back detached, or are not computed (`detach_all_but_loss`). Otherwise every
-    floating-point output can carry a gradient. The function returns the output and what was detached of it.
+    loss: its other outputs come back detached, or are not computed (`detach_all_but_loss`). Of another model, and
+    with `outputs="trained"`, every floating-point output can carry a gradient. The function returns the output and
+    what was detached of it.
 
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
@@ -136,9 +137,9 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
         if without_cache and "use_cache" not in kwargs:
             kwargs["use_cache"] = False
         output = call_itself(model, *args, **kwargs) if in_place else model(*args, **kwargs)
-        return detach_all_but_loss(output, keep_all)
+        return (output, None) if trained else detach_all_but_loss(output, keep_all)
 
-    keep_all = outputs == ALL_OUTPUTS
+    keep_all, trained = outputs == ALL_OUTPUTS, outputs == TRAINED_OUTPUTS
     return _with_own_code(run)
 
 
@@ -273,7 +274,7 @@ def capture(
         args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
         meta_device: the device that tensors on the meta device stand for.
         capability: of a GPU whose kernels to choose though the model is on the CPU (see `attention_capture`).
-        outputs: what the caller gets of a model that computes its loss: `loss` or `all`.
+        outputs: what the caller gets of a model that computes its loss: `loss`, `all` or `trained`.
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.

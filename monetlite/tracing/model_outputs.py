@@ -56,8 +56,8 @@ class _UntakenRead(ModelError, AttributeError, TypeError):
 def _read(output: Untaken) -> _UntakenRead:
     return _UntakenRead(
         f"{output} is not computed in training: a model that computes its loss returns the loss, and outputs "
-        f"of up to {MAX_DIMENSIONS} dimensions. To have all, which then take memory, solve with outputs='all' "
-        "(MONeTWrapper(model, budget=..., outputs='all'), or monetlite solve --outputs all)"
+        f"of up to {MAX_DIMENSIONS} dimensions. To have all, which then take memory, give outputs='all' "
+        "beside the budget (monetlite solve --outputs all), or outputs='trained' to train on them, too"
     )
 
 

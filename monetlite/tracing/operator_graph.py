@@ -88,7 +88,7 @@ def trace(
             `"compiled"`, `"compiled_channels_last"`, `"compiled_tiled_loss"` and `"compiled_tiled_rows"` are the
             same with regions that can be compiled.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
-            two dimensions, or `"all"`.
+            two dimensions, `"all"`, or `"trained"`, which are all, of which others than the loss have gradients.
 
     Returns:
         The operator graph: every kernel of the forward and backward pass, and every storage they write.

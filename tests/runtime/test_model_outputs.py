@@ -84,6 +84,23 @@ def test_all_outputs_come_where_they_are_asked_for(tokens):
         ours["logits"].sum().backward()
 
 
+def test_other_outputs_are_trained_on_where_that_is_asked_for(tokens):
+    """Distillation: the model's loss, and one of its logits. The latter is measured and counted, too."""
+    plain = Tagger()
+    model = monetlite.within(copy.deepcopy(plain), budget="110%", time_limit=1, outputs="trained")
+    teacher = torch.randn(4, 12, 50).softmax(-1)
+    for _ in range(5):
+        for one in (model, plain):
+            one.zero_grad()
+            output = one(tokens)
+            (output["loss"] + nn.functional.kl_div(output["logits"].log_softmax(-1), teacher)).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    schedule = monetlite.schedule_of(model)
+    assert schedule.outputs == "trained"
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
 def test_evaluation_returns_everything(tokens):
     model = monetlite.within(Tagger(), budget="100%", time_limit=1)
     model(tokens)["loss"].backward()
@@ -94,12 +111,12 @@ def test_evaluation_returns_everything(tokens):
 
 def test_a_schedule_says_what_is_returned(tokens, tmp_path):
     path = tmp_path / "schedule.yaml"
-    for outputs in ("loss", "all"):
+    for outputs in ("loss", "trained", "all"):
         solved = monetlite.optimize(Tagger(), tokens, "100%", time_limit=1, outputs=outputs)
         solved.save(path)
         assert monetlite.load_schedule(path).outputs == outputs
         output = monetlite.MONeTWrapper(Tagger(), str(path))(tokens)
-        assert isinstance(output["logits"], torch.Tensor) == (outputs == "all")
+        assert isinstance(output["logits"], torch.Tensor) == (outputs != "loss")
         assert monetlite.verify(Tagger(), monetlite.load_schedule(path), tokens, repeats=1).passed
     text = path.read_text()
     path.write_text(text.replace("outputs: all\n", ""))  # as files were written before there was a choice
@@ -119,7 +136,7 @@ def test_logits_that_nobody_gets_are_not_held(tokens):
 
 
 def test_unknown_outputs_are_refused(tokens):
-    with pytest.raises(ModelError, match="neither 'loss' nor 'all'"):
+    with pytest.raises(ModelError, match="outputs 'logits'"):
         monetlite.MONeTWrapper(Tagger(), budget="100%", outputs="logits")
 
 
