@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from monetlite.core.graph import ALL_OUTPUTS, TRAINED_OUTPUTS
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dynamo import (
     MAX_PIECES,
@@ -30,13 +31,15 @@ class ModelInPieces:
     Args:
         model: the module.
         training: of its steps.
+        outputs: that the caller asked for, of a model with a loss. All that is asked for, and more, comes back.
     """
 
-    def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
+    def __init__(self, model: nn.Module, training: PiecewiseTraining, outputs: str) -> None:
         self.training = training
         self._model = model
         self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
-        self._compiled = compile_step(training_step(model), training.backend, whole=False)
+        trained = TRAINED_OUTPUTS if outputs == TRAINED_OUTPUTS else ALL_OUTPUTS
+        self._compiled = compile_step(training_step(model, trained), training.backend, whole=False)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a step.

@@ -296,7 +296,7 @@ class ScheduledTraining:
                 advice = f"Without {' and '.join(names)}, it trains in pieces"
                 raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
             training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
-            self._pieces = ModelInPieces(self.model, training)
+            self._pieces = ModelInPieces(self.model, training, plans.outputs)
         try:
             return self._in_pieces(call)
         except BaseException:
