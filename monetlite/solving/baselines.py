@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from monetlite.core.costs import Profile
@@ -18,8 +18,6 @@ from monetlite.core.graph import OperatorGraph, Phase, ValueKind
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step, plain_steps, reruns
 
-_HALVINGS = 6
-"""Rounds that look for how many re-runs can be left out."""
 _MAX_DEPTH = 5
 """Levels of modules at which settings of checkpointing are tried."""
 
@@ -170,25 +168,41 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
         yield from run(index)
 
 
-def with_fewer_reruns(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
-    """Steps with about as few re-runs as a budget has memory for, by six halvings of how many are left out.
+def with_fewer_reruns(
+    profile: Profile,
+    steps: tuple[Step, ...],
+    budget_bytes: int,
+    *,
+    parts: int = 8,
+    finished: Callable[[], bool] = lambda: False,
+) -> tuple[Step, ...]:
+    """Steps without the re-runs that a budget has memory to leave out: all, or halves of them, quarters, and so on.
 
-    Those that the backward part comes to first are left out: what they make waits the shortest time.
+    In each part are re-runs that follow each other. Those that the backward part comes to first are tried first:
+    what they make waits the shortest time. (Delta debugging, Zeller and Hildebrandt, 2002.)
+
+    Args:
+        profile, steps: legal steps, and their costs.
+        budget_bytes: no step may need more without them.
+        parts: the most parts that re-runs are divided into.
+        finished: asked often.
     """
-    again = [at for at, rerun in enumerate(reruns(steps)) if rerun]
-    least, most, found = 0, len(again), steps
-    for _ in range(_HALVINGS):
-        count = (least + most + 1) // 2
-        if count == least:
-            break
-        left_out = set(again[:count])
-        fewer = tuple(step for at, step in enumerate(steps) if at not in left_out)
-        with contextlib.suppress(IllegalSchedule):
-            if simulate(profile, fewer).peak_bytes <= budget_bytes:
-                least, found = count, fewer
-                continue
-        most = count - 1
-    return found
+    count = 1
+    while count <= parts and not finished():
+        again = [at for at, rerun in enumerate(reruns(steps)) if rerun]
+        size = -(-len(again) // count)
+        left_out: set[int] = set()
+        for part in (again[at : at + size] for at in range(0, len(again), size or 1)):
+            if finished():
+                break
+            without = left_out.union(part)
+            fewer = tuple(step for at, step in enumerate(steps) if at not in without)
+            with contextlib.suppress(IllegalSchedule):
+                if simulate(profile, fewer).peak_bytes <= budget_bytes:
+                    left_out = without
+        steps = tuple(step for at, step in enumerate(steps) if at not in left_out)
+        count = 2 * count if size > 1 else parts + 1
+    return steps
 
 
 def lighter_steps(profile: Profile, steps: tuple[Step, ...], wanted_bytes: float = math.inf) -> Iterator[Timeline]:

@@ -22,7 +22,7 @@ from monetlite.solving.annealing.compiling import is_cached, still_compiling
 from monetlite.solving.annealing.flat_problem import flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
-from monetlite.solving.annealing.search import search
+from monetlite.solving.annealing.search import CHECK_EVERYTHING, search
 from monetlite.solving.baselines import checkpointing_settings, with_fewer_reruns
 from monetlite.solving.blocks.deep_step import STAGES, DeepStep, in_blocks
 from monetlite.solving.blocks.nested_plans import nested_plans
@@ -46,6 +46,8 @@ _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 """Time left at the end for stopping every thread and for the last checks."""
 _GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
 """Time that a solver gets to stop when it is asked to, and that the end of the process waits for it then."""
+_FEWER_SECONDS, _FEWER_SHARE = 0.5, 0.2
+"""Time for re-runs that can be left out: seconds, if there are as many, or part of the time left."""
 _SETTINGS_SHARE = 0.05
 """Part of the time left for settings of checkpointing."""
 _OPERATORS_A_SECOND = 400
@@ -150,6 +152,8 @@ class _PeakSolve:
         self.deadline = deadline
         self.stopped = threading.Event()
         self.deep: DeepStep | None = None
+        self.planned = False
+        """True once plans of blocks make a schedule within the budget."""
         self.guides: list[tuple[Step, ...]] = []
         self.tight: Integers | None = None
         """Choices of the first schedule, where it took aiming at memory alone to find one."""
@@ -259,12 +263,12 @@ class _PeakSolve:
         seconds = _MASTER_SHARE * self.left
         steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
         if steps is not None:
-            incumbent.offer(steps, _BLOCKS)
+            self.planned |= incumbent.offer(steps, _BLOCKS)
         nested = nested_plans(deep)
         if nested is not None:
             timeline = nested.within(self.budget_bytes, timeline_of, self.should_stop)
             if timeline is not None:
-                incumbent.offer(timeline.steps, _BLOCKS)
+                self.planned |= incumbent.offer(timeline.steps, _BLOCKS)
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""
@@ -279,6 +283,7 @@ class _PeakSolve:
         if incumbent.steps is None and not self.should_stop():
             # Nothing fits so far: aim at memory alone, then go on from what that finds.
             self._find_anything(seconds=0.5 * self.left)
+        self._leave_out_reruns()
         if not self.should_stop():
             self._search(share=0.5 if with_program else max(0.0, 1 - spared / max(self.left, 1e-9)))
         if with_program and self.left > 2 and not self.should_stop():
@@ -287,6 +292,24 @@ class _PeakSolve:
         if incumbent.steps is not None and self.left > 0 and not self.stopped.is_set():
             # Not needed for this budget, but people choose the next one by it.
             self._bracket_smallest(seconds=spared)
+
+    def _leave_out_reruns(self) -> None:
+        """Leave out re-runs of the best schedule where it is far from the bound.
+
+        What aims at memory alone runs operators again in vain, and a search leaves them out one by one.
+        """
+        incumbent, end = self.incumbent, now() + max(_FEWER_SHARE * self.left, min(_FEWER_SECONDS, self.left))
+        large = len(self.problem.graph.operators) > CHECK_EVERYTHING
+        if incumbent.steps is None or large or incumbent.latency_ms <= _FAR * incumbent.bound_ms:
+            return
+        fewer = with_fewer_reruns(
+            self.problem.profile,
+            incumbent.steps,
+            self.budget_bytes,
+            parts=len(incumbent.steps),
+            finished=lambda: now() >= end or self.should_stop(),
+        )
+        incumbent.offer(fewer, "greedy")
 
     def _solve_program(self, *, seconds: float) -> None:
         """Improve on the incumbent by the boolean program; what is known stays where its solver fails."""
@@ -317,7 +340,7 @@ class _PeakSolve:
             starts=() if self.incumbent.steps is None else (self.incumbent.steps,),
             guides=self.guides,
             tight=self.tight,
-            refining=self.deep is not None,
+            refining=self.planned,
             neighbour_busy=lambda: self.bounding,
             should_stop=self.should_stop,
         )

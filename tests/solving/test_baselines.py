@@ -82,6 +82,9 @@ def test_as_many_reruns_are_left_out_as_a_budget_has_memory_for(seed: int) -> No
         for budget_bytes in (least, (least + most) // 2, most, 10 * most):
             fewer = baselines.with_fewer_reruns(profile, steps, budget_bytes)
             found = simulate(profile, fewer)
+            fewest = simulate(profile, baselines.with_fewer_reruns(profile, steps, budget_bytes, parts=len(steps)))
+            assert fewest.latency_ms <= found.latency_ms
+            assert fewest.peak_bytes <= max(budget_bytes, whole.peak_bytes)
             if budget_bytes < whole.peak_bytes:
                 assert fewer == steps or found.peak_bytes <= budget_bytes
                 continue

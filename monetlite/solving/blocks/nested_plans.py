@@ -29,7 +29,7 @@ from monetlite.solving.blocks.block_plans import Plan
 from monetlite.solving.blocks.deep_step import DeepStep
 
 MOST_UNITS = 96
-"""The most parts that a step is cut into here: time grows with their third power."""
+"""The most parts that a step is cut into here, and few more at its end: time grows with their third power."""
 _UNIT_LENGTHS = (1, 2, 4)
 """Numbers of blocks in a part, all of which the stages of a deep step look for plans of."""
 _LEVELS = 240
@@ -79,15 +79,17 @@ class _Table:
 
 
 def nested_plans(deep: DeepStep) -> "NestedPlans | None":
-    """Schedules that nest the plans of a step's blocks; None while plans of its parts are missing."""
-    return NestedPlans(deep) if deep.plans().keys() >= set(unit_places(len(deep.blocks))) else None
+    """Schedules that nest the plans of a step's blocks; None of too many, or while plans of parts are missing."""
+    places = unit_places(len(deep.blocks))
+    known = len(places) < MOST_UNITS + len(_UNIT_LENGTHS) and deep.plans().keys() >= set(places)
+    return NestedPlans(deep) if known else None
 
 
 class NestedPlans:
     """Schedules that nest the plans of a step's blocks.
 
     Args:
-        deep: the step, with plans of stretches as long as the parts (`unit_length`).
+        deep: the step, with plans of the parts (`unit_places`).
     """
 
     def __init__(self, deep: DeepStep) -> None:
