@@ -38,7 +38,7 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
-from monetlite.core.units import format_bytes, parse_budget
+from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.storages import Reachability
@@ -139,6 +139,7 @@ class PiecewiseTraining:
         model, budget, wait: as for `MONeTWrapper`.
         pricing, solving: options.
         reason: why the model can't be captured whole.
+        before_bytes: of an earlier plan's budget, for steps that no share of their own is enough for.
 
     Attributes:
         schedule: of the last step; None before one is planned, and where nothing can be.
@@ -155,10 +156,12 @@ class PiecewiseTraining:
         solving: SolvingOptions,
         wait: bool,
         reason: TraceError,
+        before_bytes: int = 0,
     ) -> None:
         self.schedule: Schedule | None = None
         self.lost = True
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
+        self._before_bytes = before_bytes  # the most of all plans' so far
         self._pricing, self._solving = pricing, solving
         self._breaks = Breaks(type(model).__name__, reason)
         self.sizes, self.again = VaryingSizes(), BreaksAgain()
@@ -401,11 +404,11 @@ class PiecewiseTraining:
             self._measured_bytes = None
             self._plan_for(recorded)
             return
-        if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
+        if self._plan is not None or (not recorded.in_order and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
             return
         peak_bytes = recorded.peak_bytes
-        budget_bytes = parse_budget(self._budget, peak_bytes)
+        budget_bytes = max(parse_budget(self._budget, peak_bytes), self._before_bytes)
         if recorded.in_order:
             said = "None of it can be planned, so it trains as it is"
         else:
@@ -414,6 +417,8 @@ class PiecewiseTraining:
                 "forward pass, so each stores as little as it can"
             )
         said = f"{said}, and a step takes {format_bytes(peak_bytes)} of the budget of {format_bytes(budget_bytes)}"
+        if is_percentage(self._budget) and budget_bytes > self._before_bytes:
+            said += f" ({self._budget} of that)"
         if peak_bytes > budget_bytes:
             raise TraceError(
                 f"{type(self._model).__name__} can't be captured whole. {said}: raise the budget, or change what "
@@ -474,7 +479,7 @@ class PiecewiseTraining:
         tell(f"no plan was made for this step: {problem}")  # such steps store little of what the plan leaves out
         self._wanted = self._plan is None and self._records < MAX_RECORDS
 
-    def _begin_plan(self, recorded: RecordedStep) -> None:
+    def _begin_plan(self, recorded: RecordedStep, budget: str | int | float | None = None) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
         self._settled, self._settles = False, 0
@@ -491,9 +496,15 @@ class PiecewiseTraining:
             return [self._priced.profile]
 
         first = self.schedule is None
-        planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
-        schedule = planning.best() if self._wait else planning.first()
+        planning = PlanningBesideTraining(graphs, budget or self._budget, self._pricing, self._solving, step)
+        try:
+            schedule = planning.best() if self._wait else planning.first()
+        except InfeasibleBudget as error:
+            if self._before_bytes <= error.budget_bytes:
+                raise
+            return self._begin_plan(recorded, self._before_bytes)
         self._budget_bytes = schedule.budget_bytes
+        self._before_bytes = max(self._before_bytes, self._budget_bytes)
         for _ in range(MAX_RETRIES):
             excess_bytes = self._peak_bytes(schedule) - self._budget_bytes
             if excess_bytes <= 0:

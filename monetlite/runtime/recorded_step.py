@@ -81,7 +81,6 @@ class RecordedStep:
             backward parts did not run once each, in the order of one step.
         outside: the code before each of those and after the last.
         in_order: False where that is why.
-        conclusive: True if a backward pass ran, in the order of one step.
         growth_bytes: most memory of the step until its backward pass ends, beyond what is in use when it begins.
         seconds: its time; `capture_seconds` of it went into captures.
     """
@@ -91,7 +90,6 @@ class RecordedStep:
     planned: Sequence[int] = ()
     outside: Sequence[OutsideCode] = ()
     in_order: bool
-    conclusive: bool
     growth_bytes: int
     seconds: float = 0.0
     capture_seconds: float = 0.0

@@ -295,7 +295,9 @@ class ScheduledTraining:
             if names := [f"{name}=True" for name, given in barring.items() if given]:
                 advice = f"Without {' and '.join(names)}, it trains in pieces"
                 raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
-            training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
+            training = PiecewiseTraining(
+                self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error, plans.before_bytes
+            )
             self._pieces = ModelInPieces(self.model, training, plans.outputs)
         try:
             return self._in_pieces(call)

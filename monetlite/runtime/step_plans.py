@@ -292,10 +292,15 @@ class StepPlans:
         try:
             return self._first_plan(traced, call, budget)
         except InfeasibleBudget as error:
-            before_bytes = max((schedule.budget_bytes for schedule in self.schedules), default=0)
-            if not is_percentage(budget) or before_bytes <= error.budget_bytes:
+            if self.before_bytes <= error.budget_bytes:
                 raise self._without_loss(error, next(iter(traced.values()))) from None
-        return self._first_plan(traced, call, before_bytes)
+        return self._first_plan(traced, call, self.before_bytes)
+
+    @property
+    def before_bytes(self) -> int:
+        """The most bytes that a share of plain training's peak was so far; 0 for a budget in bytes."""
+        of_share = self.budget is not None and is_percentage(self.budget)
+        return max((schedule.budget_bytes for schedule in self.schedules), default=0) if of_share else 0
 
     def _without_loss(self, error: InfeasibleBudget, traced: Traced) -> InfeasibleBudget:
         """The error of a first plan, which says so where a loss outside of the model is not known yet."""

@@ -173,12 +173,12 @@ class StepRecord:
         self._seen = []
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it was disturbed, or had ended."""
+        """The recorded step; None if it was disturbed, had ended, or had no backward pass."""
         self._memory.mark("end", last=True)
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()
-        if not found:
+        if not found or not (self._begun or self._gradients):
             return None
         marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
         until, ended = marks.get(_BACKWARD_ENDS, (len(found) - 1, found[-1]))
@@ -189,7 +189,6 @@ class StepRecord:
             given=self._given,
             runs=self._runs,
             in_order=in_order,
-            conclusive=in_order and bool(self._gradients),
             growth_bytes=growth_bytes,
         )
         if not planned or not in_order:

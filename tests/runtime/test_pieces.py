@@ -353,6 +353,51 @@ def test_a_model_that_can_not_be_planned_trains_plainly_where_it_fits():
         step(model, (x,))
 
 
+@pytest.mark.filterwarnings("ignore:Recurrent")
+def test_passes_without_a_backward_pass_are_not_refused():
+    model, x = monetlite.within(CapturesNothing(), budget="50%", **QUICK), torch.randn(64, 16)
+    for _ in range(8):
+        model(x)
+    step(model, (x,))
+    with pytest.raises(TraceError, match=r"of the budget of .* \(50% of that\): raise the budget"):
+        model(x)
+    model, x = monetlite.within(Recurrent(), budget="1GB", **QUICK), torch.randint(0, 11, (8, 12))
+    for _ in range(8):
+        model(x)
+    trained(model, x)
+    assert monetlite.schedule_of(model) is not None  # it is planned once there is a backward pass
+
+
+class MayBeCaptured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+        self.captured = True
+
+    def forward(self, x):
+        return self.layers(x) if self.captured else torch.compiler.disable(lambda: self.layers(x))()
+
+
+@pytest.mark.parametrize(("nothing", "said"), [(False, "It trains in 1 piece"), (True, "None of it can be")])
+def test_a_share_is_not_less_than_an_earlier_plan_s(nothing, said):
+    """Plain training of the last layer alone takes little, and no plan in pieces takes a share of that."""
+    model, x = MayBeCaptured(), torch.randn(512, 64)
+    plain = twin(model)
+    monetlite.within(model, budget="90%", **QUICK)
+    assert_same(step(model, (x,)), step(plain, (x,)))
+    before_bytes = monetlite.schedule_of(model).budget_bytes
+    for owner in (model, plain):
+        owner.layers[:-1].requires_grad_(False)
+        owner.layers[2].momentum = None  # which can't be captured
+    model.captured = not nothing
+    for _ in range(2):
+        assert_same(step(model, (x,)), step(plain, (x,)))
+    with pytest.warns(UserWarning, match=said):
+        third = step(model, (x,))
+    assert_same(third, step(plain, (x,)))
+    assert nothing or monetlite.schedule_of(model).budget_bytes == before_bytes
+
+
 @pytest.mark.thorough
 def test_a_larger_budget_can_be_tried_where_an_error_is_handled():
     """The error that is handled is the context of others; they are not taken for it."""
