@@ -111,7 +111,7 @@ class Reachability:
         """Each gradient, and the input that it is of.
 
         Raises:
-            TraceError: it is of a tensor that is made of several inputs.
+            TraceError: it is of a tensor subclass, which is made of several inputs.
         """
         inputs = {node.meta["desc"]: node for node in self.primals}
         described = self.graph.output_node().meta["desc"]
@@ -119,7 +119,12 @@ class Reachability:
         for node, item in zip(self.output[self.forward_outputs :], described[self.forward_outputs :], strict=True):
             if node is not None:
                 if getattr(item, "grad_of", None) not in inputs:
-                    raise TraceError(f"{node.name} is a gradient of a tensor of several parts ({item})")
+                    raise TraceError(
+                        "a gradient is of a tensor subclass, such as a DTensor (tensor parallelism, FSDP2 in the "
+                        "model), which is made of several tensors. Plan parts of the model that have none: "
+                        "model.part = MONeTWrapper(model.part, ...). FSDP2 goes around a part with a plan: "
+                        "fully_shard(MONeTWrapper(block, ...))"
+                    )
                 found.append((node, inputs[item.grad_of]))
         return found
 

@@ -14,6 +14,7 @@ import transformers
 from step_lists import free_profile, schedule_of
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers.utils import output_capturing
 
 import monetlite
@@ -165,6 +166,13 @@ def test_backward_hooks_of_modules_are_refused_and_others_named(register):
     model = Net(lambda _, x: x)
     getattr(model.layer, register)(lambda *_: None)
     with pytest.raises(TraceError, match=r"backward hooks.*hooks of parameters"):
+        monetlite.trace(model, torch.randn(4, 6))
+
+
+def test_weights_of_tensor_subclasses_are_named_in_plain_words():
+    model = nn.Linear(6, 6)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(6, 6), torch.randn(6, 6)))
+    with pytest.raises(TraceError, match=r"^a gradient is of a tensor subclass, such as a DTensor .*Plan parts of"):
         monetlite.trace(model, torch.randn(4, 6))
 
 
