@@ -27,7 +27,7 @@ LOSS_FAMILIES = ("log_softmax", "nll_loss", "cross_entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting that lowers the smallest peak: how people call it, and the peak with it."""
+    """A setting that lowers the smallest peak: how people call and write it, and the peak with it."""
 
     name: str
     peak_bytes: int
@@ -70,14 +70,17 @@ class LeastPeak(StepAnalysis):
 
     def _settings(self, budget_bytes: int) -> Iterator[Setting]:
         if self.profile.optimizer in ("adam", "adamw"):
-            yield Setting(name="8-bit AdamW (--optimizer adamw8bit)", peak_bytes=self._peak(optimizer=_EIGHT_BIT))
+            name = "8-bit AdamW (optimizer='adamw8bit', or --optimizer adamw8bit)"
+            yield Setting(name=name, peak_bytes=self._peak(optimizer=_EIGHT_BIT))
         if self.graph.resident.optimizer:
-            yield Setting(name="SGD, without state (--optimizer sgd)", peak_bytes=self._peak(optimizer=0.0))
+            name = "SGD, without state (optimizer='sgd', or --optimizer sgd)"
+            yield Setting(name=name, peak_bytes=self._peak(optimizer=0.0))
         if 2 * self.trained_bytes > self.graph.resident.parameters:
             # Adapters come back with about a hundredth of what the frozen weights' gradients take.
             yield Setting(name="LoRA on frozen weights (peft)", peak_bytes=self._peak(trained=0.01))
         if self.narrowed_bytes:
-            yield Setting(name="bfloat16 weights (--dtype bfloat16)", peak_bytes=self._narrowed())
+            name = "bfloat16 weights (model.to(torch.bfloat16), or --dtype bfloat16)"
+            yield Setting(name=name, peak_bytes=self._narrowed())
         yield from self._smaller_inputs(budget_bytes)
 
     def _smaller_inputs(self, budget_bytes: int) -> Iterator[Setting]:
@@ -85,14 +88,14 @@ class LeastPeak(StepAnalysis):
         if not self.graph.resident.parameters:
             return  # by torch.compile, parameters are among the inputs
         if self.batch == 1:
-            name = "inputs half as large (--sequence-length, --input-size)"
+            name = "inputs half as large (in a command, --sequence-length or --input-size)"
             yield Setting(name=name, peak_bytes=self._peak(inputs=0.5))
         smaller = self.batch
         while smaller > 1:
             smaller //= 2
             peak_bytes = self._peak(inputs=smaller / self.batch)
             if peak_bytes <= budget_bytes or smaller == 1:
-                yield Setting(name=f"batch {smaller} instead of {self.batch} (--batch)", peak_bytes=peak_bytes)
+                yield Setting(name=f"batch {smaller} instead of {self.batch}", peak_bytes=peak_bytes)
                 return
 
     @property
