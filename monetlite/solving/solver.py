@@ -67,8 +67,9 @@ _LINEAR_SHARE = 0.6
 """Part of the time for linear relaxations of all sizes, before branch and bound."""
 _COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
 """For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
-_FAR = 1.1
-"""Latency of the best schedule over the bound from which the search is guided before coarse relaxations bound."""
+_FAR, _VERY_FAR = 1.1, 1.6
+"""Latency of the best schedule over the bound from which the search is guided before coarse relaxations bound, and
+from which re-runs are left out before a search."""
 _GUIDING_SHARE = 0.6
 """Part of the time left that this may take."""
 _CLOSE = 0.995
@@ -208,7 +209,7 @@ class _PeakSolve:
         try:
             if self.deep is not None:
                 deep_enough = len(problem.graph.operators) >= _MIN_DEEP_OPERATORS
-                far = incumbent.latency_ms > _FAR * incumbent.bound_ms
+                far = self.planned and incumbent.latency_ms > _FAR * incumbent.bound_ms
                 for length, share in STAGES[1:] if deep_enough else STAGES[1:2] if far else ():
                     if not self.should_stop():
                         self._plan_blocks(self.deep, length, share)
@@ -294,13 +295,13 @@ class _PeakSolve:
             self._bracket_smallest(seconds=spared)
 
     def _leave_out_reruns(self) -> None:
-        """Leave out re-runs of the best schedule where it is far from the bound.
+        """Leave out re-runs of the best schedule where it is very far from the bound.
 
         What aims at memory alone runs operators again in vain, and a search leaves them out one by one.
         """
         incumbent, end = self.incumbent, now() + max(_FEWER_SHARE * self.left, min(_FEWER_SECONDS, self.left))
         large = len(self.problem.graph.operators) > CHECK_EVERYTHING
-        if incumbent.steps is None or large or incumbent.latency_ms <= _FAR * incumbent.bound_ms:
+        if incumbent.steps is None or large or incumbent.latency_ms <= _VERY_FAR * incumbent.bound_ms:
             return
         fewer = with_fewer_reruns(
             self.problem.profile,
