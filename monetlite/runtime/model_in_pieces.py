@@ -14,6 +14,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     drawing_functions,
     dynamo_settings,
     forget_left_out,
+    left_out,
     taken_apart,
     while_compiling,
 )
@@ -58,6 +59,7 @@ class ModelInPieces:
         with (
             while_compiling(partial(capture_settings, MAX_PIECES)),
             taken_apart(self._left_alone),
+            left_out(self.training.left_out),
             changes,
             unless_captured,
             alone,

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     UNSUPPORTED,
     BreaksAgain,
     LeftOut,
+    break_reason,
+    captured_code,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.fx.whole_numbers import WithoutNumbers
@@ -144,6 +147,7 @@ class PiecewiseTraining:
     Attributes:
         schedule: of the last step; None before one is planned, and where nothing can be.
         sizes: of what the pieces take, as captures see them.
+        left_out: functions that can't be planned whole, from the outermost on: those that they call are.
         lost: True before the first step, and after a step in which nothing of the plan ran.
         again: what captures compile in one step after another.
     """
@@ -160,6 +164,7 @@ class PiecewiseTraining:
     ) -> None:
         self.schedule: Schedule | None = None
         self.lost = True
+        self.left_out: set[CodeType] = set()
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._before_bytes = before_bytes  # the most of all plans' so far
         self._pricing, self._solving = pricing, solving
@@ -300,7 +305,9 @@ class PiecewiseTraining:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
             self._breaks.note_unplanned(error)
-            if isinstance(error, TraceError):
+            whole = break_reason(graph) is None and (self.left_out or not self._captured)
+            if whole and isinstance(error, TraceError):
+                self.left_out.add(captured_code())
                 raise LeftOut(str(error)) from error
             return graph
         return weakly(self._run, pieces[-1], call) if pieces else call

@@ -302,6 +302,10 @@ def test_what_surrounds_a_part_that_can_not_be_planned_is_planned(build):
     assert all(map(torch.equal, model.buffers(), plain.buffers()))
     schedule = monetlite.schedule_of(model)
     assert schedule.peak_bytes <= schedule.budget_bytes
+    graphs = []
+    torch.compile(Hidden(), backend=lambda graph, _: graphs.append(graph) or graph)(x)
+    torch.compile(build(), backend=lambda graph, _: graphs.append(graph) or graph)(x)
+    assert len(graphs) >= 2, "others capture its functions as ever"
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")

@@ -20,6 +20,7 @@
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
+| `InstructionTranslator.current_tx` | tells what is captured; others would leave it out, too |
 | `ListIteratorVariable.reconstruct`, `create_call_function` | hand on a loop; others' attributes would be set |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells where a tensor comes from; masks of ones would be made whole |
@@ -52,7 +53,7 @@ from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, ListIteratorVariable, TensorVariable, UserFunctionVariable
 from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
@@ -220,6 +221,27 @@ _disabled = functools.cache(left_alone)
 def _files_of_parts() -> set[str]:
     """Files whose functions TorchDynamo captures though they are torch's: those of modules with parts."""
     return {Path(module.__file__ or "").as_posix() for module in _WITH_PARTS} | _files_captured()
+
+
+def captured_code() -> types.CodeType:
+    """The code of the function that TorchDynamo captures at present."""
+    code: types.CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+    return code
+
+
+@contextlib.contextmanager
+def left_out(codes: Collection[types.CodeType]) -> Iterator[None]:
+    """Leave functions out for the time of a block; also those that come to be among them during it.
+
+    TorchDynamo would note with their code, for good, that it leaves them out, whoever calls them.
+    """
+    for code in codes:
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    try:
+        yield
+    finally:
+        for code in codes:
+            set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
 
 
 def forget_left_out() -> None:
