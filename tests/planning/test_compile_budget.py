@@ -66,7 +66,7 @@ def test_peaks_rise_with_budgets_and_stay_within_them(monkeypatch):
 def test_budgets_are_read_at_once():
     with pytest.raises(BudgetError):
         monetlite.compile_within(nn.Linear(2, 2), "much")
-    with pytest.raises(ModelError, match="neither 'loss' nor 'all'"):
+    with pytest.raises(ModelError, match="outputs 'some' is unknown"):
         monetlite.compile_within(nn.Linear(2, 2), "1GB", outputs="some")
 
 
