@@ -305,9 +305,10 @@ class PiecewiseTraining:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
             self._breaks.note_unplanned(error)
+            code = captured_code()
             whole = break_reason(graph) is None and (self.left_out or not self._captured)
-            if whole and isinstance(error, TraceError):
-                self.left_out.add(captured_code())
+            if isinstance(error, TraceError) and (whole or code in self.left_out):  # tried again with a break
+                self.left_out.add(code)
                 raise LeftOut(str(error)) from error
             return graph
         return weakly(self._run, pieces[-1], call) if pieces else call
