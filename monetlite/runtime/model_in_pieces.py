@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,8 @@ class ModelInPieces:
 
     def __init__(self, model: nn.Module, training: PiecewiseTraining, outputs: str) -> None:
         self.training = training
+        self._left_out: set[CodeType] = set()
+        training.left_out = self._left_out
         self._model = model
         self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
         trained = TRAINED_OUTPUTS if outputs == TRAINED_OUTPUTS else ALL_OUTPUTS
@@ -59,7 +62,7 @@ class ModelInPieces:
         with (
             while_compiling(partial(capture_settings, MAX_PIECES)),
             taken_apart(self._left_alone),
-            left_out(self.training.left_out),
+            left_out(self._left_out),
             changes,
             unless_captured,
             alone,

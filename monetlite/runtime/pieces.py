@@ -147,7 +147,8 @@ class PiecewiseTraining:
     Attributes:
         schedule: of the last step; None before one is planned, and where nothing can be.
         sizes: of what the pieces take, as captures see them.
-        left_out: functions that can't be planned whole, from the outermost on: those that they call are.
+        left_out: functions that can't be planned whole, from the outermost on: those that they call are. None where
+            whoever compiles doesn't take them back (`torch_dynamo.left_out`): then none are.
         lost: True before the first step, and after a step in which nothing of the plan ran.
         again: what captures compile in one step after another.
     """
@@ -164,7 +165,7 @@ class PiecewiseTraining:
     ) -> None:
         self.schedule: Schedule | None = None
         self.lost = True
-        self.left_out: set[CodeType] = set()
+        self.left_out: set[CodeType] | None = None
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._before_bytes = before_bytes  # the most of all plans' so far
         self._pricing, self._solving = pricing, solving
@@ -305,11 +306,12 @@ class PiecewiseTraining:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
             self._breaks.note_unplanned(error)
-            code = captured_code()
-            whole = break_reason(graph) is None and (self.left_out or not self._captured)
-            if isinstance(error, TraceError) and (whole or code in self.left_out):  # tried again with a break
-                self.left_out.add(code)
-                raise LeftOut(str(error)) from error
+            if self.left_out is not None and isinstance(error, TraceError):
+                code = captured_code()
+                whole = break_reason(graph) is None and (self.left_out or not self._captured)
+                if whole or code in self.left_out:  # tried again with a break
+                    self.left_out.add(code)
+                    raise LeftOut(str(error)) from error
             return graph
         return weakly(self._run, pieces[-1], call) if pieces else call
 

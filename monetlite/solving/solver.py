@@ -235,7 +235,8 @@ class _PeakSolve:
         searched = self.left * _OPERATORS_A_SECOND >= len(profile.graph.operators)
         for steps in checkpointing_settings(profile):
             if self.incumbent.offer(steps, "checkpointing") and not searched and not self.should_stop():
-                self.incumbent.offer(with_fewer_reruns(profile, steps, self.budget_bytes), "checkpointing")
+                fewer = with_fewer_reruns(profile, steps, self.budget_bytes, finished=lambda: now() >= end)
+                self.incumbent.offer(fewer, "checkpointing")
             if now() >= end or self.should_stop():
                 return
 
