@@ -31,9 +31,9 @@ from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 METHOD = "search"
 CHECK_EVERYTHING = 3000
 """With more operators than this `simulate` takes seconds, and only the best known schedule is offered."""
-EXPLORING_SHARE, REFINING_SHARE = 0.7, 0.7
-"""Part of the time for runs from the start, and for refining the best schedules where a good one is known, or where
-hardly anything fits."""
+EXPLORING_SHARE, KNOWN_EXPLORING_SHARE = 0.7, 0.3
+"""Part of the time for runs from the start; the rest is for refining the best schedules. KNOWN: where a good one is
+known, or hardly anything fits."""
 BRACKET = 8
 HALVING = ((0.2, 3), (0.4, 1))
 """Number of runs that explore side by side; after which part of them how many go on, those with the least cost.
@@ -113,12 +113,9 @@ def search(
         return
 
     def work(number: int, ended: Callable[[], bool]) -> None:
-        worker = _Worker(incumbent, beginning, guides, number, seed, deadline, ended, neighbour_busy)
-        if tight is not None:
-            worker.penalty_scale *= TIGHT_PENALTY
-        if refining or tight is not None:
-            worker.exploring_share = 1 - REFINING_SHARE
-        worker.work()
+        share = KNOWN_EXPLORING_SHARE if refining or tight is not None else EXPLORING_SHARE
+        penalty = 1.0 if tight is None else TIGHT_PENALTY
+        _Worker(incumbent, beginning, guides, number, seed, deadline, ended, neighbour_busy, share, penalty).work()
 
     side_by_side(range(CORES), work, lambda: now() >= deadline or should_stop())
 
@@ -167,6 +164,8 @@ class _Worker:
         deadline: float,
         finished: Callable[[], bool],
         neighbour_busy: Callable[[], bool],
+        exploring_share: float,
+        penalty: float,
     ) -> None:
         self.incumbent = incumbent
         self.flat = flatten(incumbent.problem)
@@ -175,7 +174,7 @@ class _Worker:
         self.number = number
         self.deadline = deadline
         self.finished = finished
-        self.exploring_share = EXPLORING_SHARE
+        self.exploring_share = exploring_share
         self.neighbour_busy = neighbour_busy
         self.workspace = Workspace(self.flat, seed * THREADS + number)
         self.cost = AnnealingCost(budget_bytes=incumbent.budget_bytes)
@@ -190,7 +189,7 @@ class _Worker:
         self.guided = 0
         """Number of guides that were there when it last followed one."""
         latency_ms = incumbent.problem.least_latency_ms or 1.0
-        self.penalty_scale = latency_ms / max(1, self.flat.plain_peak_bytes)
+        self.penalty_scale = penalty * latency_ms / max(1, self.flat.plain_peak_bytes)
 
     def work(self) -> None:
         """Anneal until the time is up, or nothing gets better any more."""

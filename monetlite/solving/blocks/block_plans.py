@@ -93,7 +93,7 @@ _HEAT, _PENALTIES = 0.3, (0.17, 3.0)
 """Temperature in the beginning over the mean time of an operator; penalties over time per byte of the stretch."""
 _LOWER = 0.9
 """Part of a plan's peak within which another is looked for."""
-_LEANER, _LEAST = 8, 0.99
+_LOWERINGS, _NOT_WORTH_IT = 8, 0.99
 """Searches for plans of a lower peak, at most; the part of a peak that is worth no more of them."""
 
 
@@ -215,13 +215,13 @@ class PlanSearch:
     def lower(self, seconds: float, finished: Callable[[], bool]) -> None:
         """Look for plans of a lower and lower peak inside, in about so many seconds."""
         part = _LOWER
-        for _ in range(_LEANER):
-            if finished() or part > _LEAST:
+        for _ in range(_LOWERINGS):
+            if finished() or part > _NOT_WORTH_IT:
                 return
             leanest = min(self.plans, key=attrgetter("peak_bytes"))
             peak_bytes = int(part * leanest.peak_bytes)
             kept_bytes = peak_bytes - self.stretch.gradient_bytes
-            self._solve(kept_bytes, peak_bytes, leanest.choices, seconds / _LEANER, finished)
+            self._solve(kept_bytes, peak_bytes, leanest.choices, seconds / _LOWERINGS, finished)
             if min(plan.peak_bytes for plan in self.plans) == leanest.peak_bytes:
                 part = (1 + part) / 2
 
