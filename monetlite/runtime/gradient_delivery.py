@@ -27,13 +27,14 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
-from monetlite.core.errors import ModelError, first_line
+from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent, without_autocast
-from monetlite.fx.torch_internals.torch_dispatch import in_batches, weak_storage, without_class
+from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.double_backward import DoubleBackward, Order, RunAgain
+from monetlite.runtime.gradient_batches import run_for_each
 from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, flat_outputs
 
@@ -215,8 +216,8 @@ class CapturedStep:
             version = self._by_number[number]
             assert version.backward is not None
             arguments[:0] = sizes
-            with without_autocast(), _told_of_batches():
-                results = version.backward(arguments)
+            with without_autocast():
+                results = run_for_each(version.backward, arguments, self._tangents)
             if not version.order:
                 self.watch(True)
             return results
@@ -307,20 +308,4 @@ class _Deliver(torch.autograd.Function):
 @once_differentiable
 def _once(ctx: Any, run: Callable[[int], Sequence[Any]], *_gradients: torch.Tensor | None) -> tuple[Any, ...]:
     """Deliver the results of a part of the backward program, which can't be differentiated."""
-    with _told_of_batches():
-        return None, None, *run(ctx.number)
-
-
-@contextlib.contextmanager
-def _told_of_batches() -> Iterator[None]:
-    """Say what to do where a program can't have gradients in a batch."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not in_batches():
-            raise
-        raise ModelError(
-            f"gradients in a batch (is_grads_batched=True, vectorize=True) can't be had by this plan: "
-            f"{first_line(error)}. Ask for them one after another, or call the model itself: wrapper.model, or the "
-            "model after monetlite.release(model)"
-        ) from error
+    return None, None, *run(ctx.number)

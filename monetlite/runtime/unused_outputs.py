@@ -97,8 +97,11 @@ class UnusedOutputs:
         _thread.noted = (self, reduce(or_, given, 0))
 
     def given(self) -> int | None:
-        """Bits of the gradients that came in for the program about to run; None if that is not known."""
-        noted, _thread.noted = getattr(_thread, "noted", None), None
+        """Bits of the gradients that came in for the program about to run; None if that is not known.
+
+        They stay noted, as a program runs more than once for gradients in a batch.
+        """
+        noted = getattr(_thread, "noted", None)
         return None if noted is None or noted[0] is not self else int(noted[1])
 
     def left_out(self, given: int | None) -> frozenset[int]:

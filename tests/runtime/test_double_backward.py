@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from small_models import twin
-from step_lists import free_profile, recompute_everything, schedule_of
+from step_lists import free_profile, recompute, schedule_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -229,8 +229,37 @@ def test_gradients_are_differentiated_after_a_pass_that_kept_the_graph():
         assert_trained_alike(plain, planned, step)
 
 
-def test_gradients_in_a_batch():
-    """An expanded one, too, which AOTAutograd can't lay out under vmap."""
+@pytest.mark.parametrize(
+    ("layers", "implementation"),
+    [
+        pytest.param(lambda: [nn.ReLU()], "inplace", id="written over"),
+        pytest.param(lambda: [nn.SiLU()], "from_bfloat16", id="kernels of monetlite"),
+        pytest.param(lambda: [nn.Dropout(0.3)], "default", id="drawn"),
+    ],
+)
+def test_gradients_in_a_batch_are_those_one_after_another(layers, implementation):
+    """In chosen implementations, which run again before each operator that reads their results."""
+    model = nn.Sequential(nn.Linear(16, 64), *layers(), nn.Linear(64, 2))
+    graph, given = monetlite.trace(model, torch.randn(8, 16)), torch.randn(3, 8, 2)
+    chosen = [
+        next((at for at, item in enumerate(operator.implementations) if item.name == implementation), 0)
+        for operator in graph.operators
+    ]
+    assert implementation == "default" or any(chosen)
+    steps = recompute(graph, lambda _: True, chosen.__getitem__)
+    planned = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), steps))
+    parameters, x = list(model.parameters()), torch.randn(8, 16)
+    torch.manual_seed(0)
+    batch = torch.autograd.grad(planned(x), parameters, given, is_grads_batched=True)
+    torch.manual_seed(0)
+    output = planned(x)
+    each = [torch.autograd.grad(output, parameters, gradient, retain_graph=True) for gradient in given]
+    for mine, theirs in zip(batch, zip(*each, strict=True), strict=True):
+        assert torch.equal(mine, torch.stack(theirs))
+
+
+def test_an_expanded_gradient_in_a_batch():
+    """AOTAutograd can't lay it out under vmap."""
     plain, x = perceptron(), torch.randn(64, 32)
     planned = monetlite.MONeTWrapper(twin(plain), budget="100%", time_limit=0.3, wait=True)
     found, expected = (
@@ -239,13 +268,3 @@ def test_gradients_in_a_batch():
     )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_gradients_in_a_batch_that_a_plan_cannot_give():
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 2))
-    graph = monetlite.trace(model, torch.randn(8, 16))
-    schedule = schedule_of(free_profile(graph), recompute_everything(graph))
-    planned = monetlite.MONeTWrapper(model, schedule)
-    output = planned(torch.randn(8, 16))
-    with pytest.raises(ModelError, match=r"gradients in a batch .* random .* one after another"):
-        torch.autograd.grad(output, list(model.parameters()), torch.randn(3, 8, 2), is_grads_batched=True)

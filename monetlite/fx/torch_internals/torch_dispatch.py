@@ -14,7 +14,8 @@
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
 | `"torch._subclasses.fake_tensor"` | logger of operators that fail there; a traceback would come before an error |
 | `forward_ad._current_level` | tells forward-mode AD, which fails in a captured step with PyTorch's own error |
-| `is_legacy_batchedtensor`, `_vmapmode_increment_nesting` | gradients in a batch; PyTorch's own error would stand |
+| `is_legacy_batchedtensor`, `_remove_batch_dim`, `_add_batch_dim` | gradients in a batch, which would fail |
+| `_vmapmode_increment_nesting`, `_vmapmode_decrement_nesting` | the same, where numbers are drawn |
 | `TorchDispatchMode` | sees which operator a function calls |
 | `any_torch_dispatch_mode_on_stack` | tells modes in which TorchDynamo captures nothing; steps would fail |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
@@ -31,7 +32,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -176,11 +177,27 @@ def is_batch_of(gradient: object) -> bool:
     return isinstance(gradient, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
-def in_batches() -> bool:
-    """True where gradients are computed in a batch."""
-    nesting = torch._C._vmapmode_increment_nesting()
-    torch._C._vmapmode_decrement_nesting()
-    return nesting > 1
+def gradients_of(batch: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The gradients of a batch."""
+    return torch._remove_batch_dim(batch, 1, 1, 0).unbind()
+
+
+@contextlib.contextmanager
+def without_batches() -> Iterator[None]:
+    """Numbers may be drawn in the block, which PyTorch refuses where gradients are computed in a batch."""
+    depth = torch._C._vmapmode_increment_nesting()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
+def batch_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A batch that poses as one gradient."""
+    return torch._add_batch_dim(torch.stack(tuple(gradients)), 0, 1)
 
 
 def is_forward_mode() -> bool:

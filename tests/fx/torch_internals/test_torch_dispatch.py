@@ -16,11 +16,12 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    batch_of,
     changes_of_each,
     decomposition_table,
     failures_unlogged,
     faked_by,
-    in_batches,
+    gradients_of,
     is_batch_of,
     is_forward_mode,
     is_traced,
@@ -34,6 +35,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     unchecked,
     watched,
     weak_storage,
+    without_batches,
     without_modes,
     without_python_kernels,
     without_transforms,
@@ -298,10 +300,18 @@ def test_a_weak_reference_to_a_storage_outlives_views_and_not_the_storage() -> N
     assert reference.expired()
 
 
-def test_gradients_in_a_batch_are_told() -> None:
+def test_gradients_in_a_batch_are_told_and_taken_apart() -> None:
     x, found = torch.ones(2, requires_grad=True), []
     y = x * 2
-    y.register_hook(lambda gradient: found.append((is_batch_of(gradient), in_batches())))
-    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+
+    def note(gradient: torch.Tensor) -> torch.Tensor | None:
+        found.append(is_batch_of(gradient))
+        with without_batches():
+            torch.rand(1)
+        return batch_of([3 * item for item in gradients_of(gradient)]) if is_batch_of(gradient) else None
+
+    y.register_hook(note)
+    (batch,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     y.sum().backward()
-    assert found == [(True, True), (False, False)]
+    assert torch.equal(batch, 6 * torch.eye(2))
+    assert found == [True, False]
