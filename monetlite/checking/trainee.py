@@ -14,6 +14,7 @@ from torch import nn
 from monetlite.checking.measurements import StepMemory
 from monetlite.core.errors import ModelError, first_line
 from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators.random import forked_state, rng_state
 from monetlite.profiling.allocated import measuring_nothing
 from monetlite.profiling.memory_records import peak_growth_bytes
@@ -89,8 +90,7 @@ class Trainee:
     releases: list[float] = field(default_factory=list)
 
     def __post_init__(self, optimizer: str | None) -> None:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        self.inputs = [item for item in leaves if isinstance(item, torch.Tensor)]
+        self.inputs = tensors_among((self.args, self.kwargs))
         self.stepper = None
         if optimizer is not None:
             # At a learning rate of zero weights stay as they are, bit for bit; memory and time are as always.
@@ -314,7 +314,7 @@ def default_loss(output: Any) -> torch.Tensor:
     if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
         found: torch.Tensor = output["loss"]
         return found
-    tensors = [item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad]
+    tensors = [item for item in tensors_among(output) if item.requires_grad]
     if not tensors:
         raise ModelError("nothing to train: no output of the model depends on a parameter that requires a gradient")
     return torch.stack([_MeanSquare.apply(item) for item in tensors]).sum()  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -94,10 +94,9 @@ def check(
     sized_first = loaded.source is not None and choice.spec == loaded.source.model
     torch.manual_seed(seed)
     built = build(choice, terminal, meta=sized_first)
-    tensors = pytree.tree_leaves(built.example_inputs)
     needed = needed_memory(
         built.model,
-        [item for item in tensors if isinstance(item, torch.Tensor)],
+        pytree.tensors_among(built.example_inputs),
         loaded,
         on_gpu=torch.cuda.is_available(),
         by_operator=bool(operators),

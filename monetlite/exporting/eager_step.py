@@ -16,7 +16,7 @@ from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import LOSS_ONLY, Call, Resident, TensorRef, TensorSpec
-from monetlite.exporting.weightless_run import Contents, changed_arguments, tensors_among, weightless_copy
+from monetlite.exporting.weightless_run import Contents, changed_arguments, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -27,6 +27,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     weak_storage,
     without_modes,
 )
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators.random import forked_state
 from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
 

@@ -15,6 +15,7 @@ from torch import nn
 from monetlite.core.errors import TraceError
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, OpOverload, schema_of, storage_key
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 
 COMPUTED_BYTES = 2**18
 """Results up to this size are computed, where no operand is without contents."""
@@ -99,11 +100,6 @@ class Contents:
                     f"it: {str(error).partition(chr(10))[0]}"
                 ) from error
             return None, None
-
-
-def tensors_among(structure: Any) -> list[torch.Tensor]:
-    """The tensors in nested arguments or results."""
-    return [item for item in pytree.tree_leaves(structure) if isinstance(item, torch.Tensor)]
 
 
 def weightless_copy(model: nn.Module, contents: Contents, device: str) -> nn.Module:

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from monetlite.core.errors import TraceError
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import descriptors, is_tangent
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of, storage_key
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 
 _UNANNOTATED_VIEWS = frozenset(
     {"aten._unsafe_view.default", "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"}
@@ -74,8 +74,7 @@ def shares_storage(kernel: fx.Node) -> bool:
 
 
 def _captured_in(node: fx.Node) -> list[int]:
-    tensors = pytree.tree_leaves(node.meta.get("val"))
-    return [storage_key(item) for item in tensors if isinstance(item, torch.Tensor)]
+    return list(map(storage_key, tensors_among(node.meta.get("val"))))
 
 
 def storage_bytes(node: fx.Node) -> int:

@@ -15,8 +15,8 @@ from torch import fx
 
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.call_encoding import fake_mode
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import schema_of
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators.changing import called_operator
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, function, target_of
 
@@ -44,8 +44,7 @@ def is_random(node: fx.Node) -> bool:
 
 def note_state(node: fx.Node) -> fx.Node:
     """Put, right before a random kernel of a captured graph, a node that stands for the generator's state."""
-    tensors = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
-    device = tensors[0].device.type
+    device = tensors_among(node.meta["val"])[0].device.type
     with node.graph.inserting_before(node):
         state = node.graph.call_function(rng_state, (device,))
     with fake_mode(node):

@@ -28,8 +28,8 @@ from monetlite.core.graph import (
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.fx import storages
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_gradient_output, is_tangent
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 
 
 @dataclass(kw_only=True)
@@ -138,8 +138,7 @@ class PartitionedStep:
 
 def stored_bytes(node: fx.Node) -> int:
     """Bytes of the storages of a node's results."""
-    tensors = [item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)]
-    sizes = [item.untyped_storage().nbytes() for item in tensors]
+    sizes = [item.untyped_storage().nbytes() for item in tensors_among(node.meta.get("val"))]
     if not all(isinstance(size, int) for size in sizes):
         raise TraceError(f"{node.name} has a size that varies; compile for fixed sizes (dynamic=False)")
     return sum(sizes)

@@ -12,9 +12,10 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.profiling.allocated import MAX_LATE, AllocatedGrowth
 from monetlite.profiling.step_additions import optimizer_kind
-from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.runtime.serving import own_bytes
 from monetlite.tracing.step_inputs import Arguments, bucket_bytes, device_of
 
 OVER, OVER_BYTES = 0.05, 10**6
@@ -54,7 +55,7 @@ class MeasuredPeak:
         if self._told or not self._captured:
             return
         device = device_of(model, tuple(call))
-        tensors = as_passed(*call)
+        tensors = tensors_among(call)
         # Compiled graphs are passed their parameters, too.
         shapes = tuple(sorted(tuple(item.shape) for item in tensors if not isinstance(item, nn.Parameter)))
         own = [*model.parameters(), *model.buffers(), *tensors]
@@ -95,7 +96,7 @@ class MeasuredPeak:
     def step_gave(self, output: Any) -> None:
         """Note the output of a step, which a caller may hold until it has the next one."""
         if not self._told:
-            self._outputs = [weakref.ref(item) for item in as_passed((output,), {})]
+            self._outputs = [weakref.ref(item) for item in tensors_among(output)]
 
     def _held_outputs(self) -> int:
         """Bytes of outputs of the step before. A caller frees them at some time of this one."""

@@ -8,15 +8,13 @@ later (a term that is switched on after a warm-up), so it is measured again, mor
 import gc
 from typing import Any
 
-import torch
-
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
-from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.profiling.allocated import MAX_LATE, AllocatedGrowth
 from monetlite.profiling.step_additions import LossMemory, with_outside_loss
 
@@ -47,8 +45,7 @@ class OutsideLoss:
 
     def forward_ends(self, output: Any, device: str, least_bytes: float) -> bool:
         """Begin to measure, in the steps in which that is done, unless the outputs are smaller than so much."""
-        leaves = pytree.tree_leaves(output)
-        outputs_bytes = sum(item.nbytes for item in leaves if isinstance(item, torch.Tensor) and item.requires_grad)
+        outputs_bytes = sum(item.nbytes for item in tensors_among(output) if item.requires_grad)
         if outputs_bytes < least_bytes:
             return False
         self._steps += 1

@@ -52,6 +52,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     captured_code,
 )
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.fx.whole_numbers import WithoutNumbers
 from monetlite.operators import cudnn
@@ -64,7 +65,7 @@ from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.recorded_step import Given, RecordedStep
-from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.runtime.serving import own_bytes
 from monetlite.runtime.step_record import StepRecord
 from monetlite.tracing.capture import (
     Joint,
@@ -222,7 +223,7 @@ class PiecewiseTraining:
             self._breaks.warn_of_runs()
         self._next = self._unplanned_runs = 0
         self._steps += 1
-        input_bytes = own_bytes(as_passed(args, kwargs))
+        input_bytes = own_bytes(tensors_among((args, kwargs)))
         planned_bytes = max((plan.recorded.given.size_bytes for plan in self._plans), default=math.inf)
         self._larger = self._outgrown = input_bytes > NOTEWORTHY * planned_bytes
         self._now, self._ran = max(self._plans, key=lambda plan: len(plan.recorded.runs), default=None), []
@@ -359,7 +360,7 @@ class PiecewiseTraining:
         tensors, device = tensors_in_order(self._model, args, kwargs), device_of(self._model, (args, kwargs))
         given = Given(
             specs={f"input{number}": spec_of(tensor) for number, tensor in enumerate(tensors)},
-            size_bytes=own_bytes(as_passed(args, kwargs)),
+            size_bytes=own_bytes(tensors_among((args, kwargs))),
             resident=replace(resident_bytes(self._model, tensors), libraries=workspaces_bytes(device)),
         )
         try:

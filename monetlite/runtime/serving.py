@@ -74,10 +74,6 @@ def without_guards(graph: OperatorGraph, steps: tuple[Step, ...], operators: Col
     return by_default(graph, steps, guarded)
 
 
-def as_passed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-
-
 def size_served(schedule: Schedule) -> tuple[int, int]:
     """Elements of the inputs; then the step's memory, which tells apart inputs inside of objects."""
     return sum(math.prod(spec.shape) for spec in schedule.inputs.values()), schedule.plain_peak_bytes

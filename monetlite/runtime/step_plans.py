@@ -32,6 +32,7 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.torch_dynamo import captured_shapes
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
 from monetlite.runtime.call_sizes import CallSizes
@@ -44,7 +45,6 @@ from monetlite.runtime.outside_loss import OutsideLoss
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock, amid_a_step, refined
 from monetlite.runtime.serving import (
     TooLarge,
-    as_passed,
     own_bytes,
     plain_if_smaller,
     same_masks,
@@ -188,7 +188,7 @@ class StepPlans:
 
     def count_runs(self, call: Arguments) -> bool:
         """Note a run of the model that is to begin; True if more share the budget than it was planned for."""
-        if not self.runs.begin(self.schedule, own_bytes(as_passed(*call))):
+        if not self.runs.begin(self.schedule, own_bytes(tensors_among(call))):
             return False
         if not self.pricing.step_in_backward:
             self.pricing = replace(self.pricing, accumulate=True)  # as the runs' gradients add up
@@ -524,13 +524,13 @@ class StepPlans:
 
     def _budget_of(self, call: Arguments) -> str | int | float | None:
         """The budget of a run with a call's inputs."""
-        return self.runs.budget_of(own_bytes(as_passed(*call)))
+        return self.runs.budget_of(own_bytes(tensors_among(call)))
 
     def _resident_bytes(self, call: Arguments) -> int:
         """Bytes of the model's tensors and of a call's; and of buckets, which no schedule counts that was given."""
         parameters = list(self.model.parameters())
         buckets_bytes = 0 if self.budget is None else bucket_bytes(parameters)
-        return own_bytes([*parameters, *self.model.buffers(), *as_passed(*call)]) + buckets_bytes
+        return own_bytes([*parameters, *self.model.buffers(), *tensors_among(call)]) + buckets_bytes
 
     def serving(self, call: Arguments) -> list[Schedule]:
         """The schedules that can serve a call's inputs, those for the smallest inputs first."""
@@ -548,7 +548,7 @@ class StepPlans:
         Files written before inputs were put into the signature's order have them as they were passed.
         """
         tensors = tensors_in_order(self.model, *call)
-        return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else as_passed(*call)
+        return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else tensors_among(call)
 
 
 class _NotAsked(Exception):

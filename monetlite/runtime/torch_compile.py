@@ -30,13 +30,14 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     taken_apart,
 )
 from monetlite.fx.torch_internals.torch_messages import leave_messages_out
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers, VaryingSizes
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.compile_options import CompileOptions, compile_options
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.graph_plan import GraphPlan
 from monetlite.runtime.pieces import PiecewiseTraining
-from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.runtime.serving import own_bytes
 from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
@@ -118,13 +119,13 @@ def compile_graph(
             # Parameters are among the inputs of a compiled graph.
             given = {
                 name: spec
-                for (name, spec), item in zip(built.graph.inputs.items(), as_passed(tuple(inputs), {}), strict=True)
+                for (name, spec), item in zip(built.graph.inputs.items(), tensors_among(inputs), strict=True)
                 if not isinstance(item, nn.Parameter)
             }
             return replace(built, graph=replace(unguarded, name="compiled", inputs=given))
 
         nonlocal plan
-        resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
+        resident = [*graph.parameters(), *graph.buffers(), *tensors_among(inputs)]
         buckets_bytes = 0 if chosen.budget is None else bucket_bytes(resident)
         parameters = [item for item in resident if isinstance(item, nn.Parameter)]
         plan = GraphPlan(traced_in, chosen, own_bytes(resident) + buckets_bytes, parameters, device)

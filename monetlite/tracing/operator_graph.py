@@ -35,6 +35,7 @@ from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators import is_random, merge, take_apart
 from monetlite.operators.head_and_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.implementations import FUNCTIONS, target_of
@@ -278,7 +279,7 @@ def _refuse_unplannable(node: fx.Node) -> None:
     made = pytree.tree_leaves(node.meta.get("val"))
     if any(isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) for item in made):
         raise TraceError(f"{where}: {node.target} makes a number of a tensor (.item(), float()); keep it a tensor")
-    results = [item for item in made if isinstance(item, torch.Tensor)]
+    results = tensors_among(made)
     for item in results:
         if item.layout != torch.strided:
             layout = str(item.layout).removeprefix("torch.")

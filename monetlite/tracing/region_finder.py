@@ -25,9 +25,9 @@ from torch import fx
 
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx import storages
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators import is_random
 from monetlite.operators.regions import (
     REGION_CALLS,
@@ -107,12 +107,7 @@ class _Regions:
 
     def _is_fusible(self, node: fx.Node) -> bool:
         target = node.target
-        tensors = [
-            item
-            for of in (node, *node.all_input_nodes)
-            for item in pytree.tree_leaves(of.meta.get("val"))
-            if isinstance(item, torch.Tensor)
-        ]
+        tensors = tensors_among([of.meta.get("val") for of in (node, *node.all_input_nodes)])
         if (
             is_random(node)
             or node in self._reach.effects

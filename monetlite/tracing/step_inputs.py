@@ -15,6 +15,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_ddp import ddp_around, reduced_by
 from monetlite.fx.torch_internals.torch_dispatch import storage_key, stored
 from monetlite.fx.torch_internals.torch_modules import uncompiled
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 
 
 class Arguments(NamedTuple):
@@ -78,18 +79,14 @@ def tensor_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Mapping
     for name, value in (_by_parameter(model, args, kwargs) or {}).items():
         # Arguments of `**kwargs` have names of their own.
         named |= value if isinstance(value, dict) and not value.keys().isdisjoint(kwargs) else {name: value}
-    return [
-        name
-        for name, value in named.items()
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-    ]
+    return [name for name, value in named.items() if tensors_among(value)]
 
 
 def tensors_in_order(
     model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> list[torch.Tensor]:
     """Tensors among the leaves of a call's arguments, in the order of `leaves_in_order`."""
-    return [leaf for leaf in leaves_in_order(model, args, kwargs) if isinstance(leaf, torch.Tensor)]
+    return tensors_among(leaves_in_order(model, args, kwargs))
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
@@ -196,6 +193,5 @@ def _first_tensor(model: nn.Module, inputs: object) -> torch.Tensor | None:
 
     A number on the CPU may stand before the inputs on the GPU.
     """
-    leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
-    tensors = itertools.chain(leaves, itertools.islice(model.parameters(), 1))
+    tensors = itertools.chain(tensors_among(inputs), itertools.islice(model.parameters(), 1))
     return max(tensors, key=lambda item: item.device.type not in ("cpu", "meta"), default=None)

@@ -32,7 +32,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
-from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators.random import forked_state
 from monetlite.planning.budgets import solve_budget
 from monetlite.planning.layouts import layouts_to_try, solve_layouts
@@ -432,7 +432,7 @@ def _why(error: Exception) -> str:
 
 def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:
     """Inputs in words: `16×3×160×160 float32`."""
-    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     return ", ".join(
-        f"{'×'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}".strip() for item in tensors
+        f"{'×'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}".strip()
+        for item in tensors_among((args, kwargs))
     )
