@@ -14,7 +14,7 @@ import transformers
 from thoroughness import often
 
 import monetlite
-from monetlite.planning import layouts, pipeline
+from monetlite.planning import beside_training, pipeline
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"
@@ -32,7 +32,7 @@ def run(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     config = transformers.GPT2Config
     monkeypatch.setattr(transformers, "GPT2Config", lambda **sizes: config(**{**sizes, "n_layer": 1}))
-    solve_model, solve_layouts = pipeline.solve_model, layouts.solve_layouts
+    solve_model, solve_layouts = pipeline.solve_model, beside_training.solve_layouts
 
     def quick(model, inputs, budget, pricing, solving, **more):
         pricing = replace(pricing, device=pricing.device or "rtx-4090")
@@ -42,7 +42,7 @@ def run(monkeypatch, capsys):
         return solve_layouts(profiles, budget, replace(solving, time_limit=0.3), **more)
 
     monkeypatch.setattr(pipeline, "solve_model", quick)
-    monkeypatch.setattr(layouts, "solve_layouts", quick_to_compile)
+    monkeypatch.setattr(beside_training, "solve_layouts", quick_to_compile)
     monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=0.3))
 
     def run(name):

@@ -21,6 +21,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import plain_steps, stored_values
 from monetlite.core.units import format_bytes
+from monetlite.reporting import analysis_alternatives
 from monetlite.reporting.analysis import analyse
 from monetlite.reporting.analysis_alternatives import stored_by_one
 from monetlite.reporting.analysis_overhead import Cause, overhead_shares
@@ -316,7 +317,7 @@ def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder,
             reserved_bytes=budget_bytes,
         )
 
-    monkeypatch.setattr(monetlite.solving, "solve_profile", solve)
+    monkeypatch.setattr(analysis_alternatives, "solve_profile", solve)
     show = ("show", tmp_path / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.1")
     result = run(*show)
     assert result.exit_code == 0, result.output

@@ -26,6 +26,9 @@ from monetlite.core.units import format_bytes
 from monetlite.planning.advice import LeastPeak
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.budgets import as_schedule, solve_budget
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
 
 MAX_PROBES = 64
 MAX_BATCH = 2**20
@@ -248,9 +251,6 @@ class _Prober:
 
     def possible(self, batch: int) -> bool:
         """False if a bound proves that no schedule fits."""
-        from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-        from monetlite.solving.problem import Problem
-
         if batch not in self.bound_bytes:
             bound_bytes = smallest_budget_bound(Problem.of(self.profile(batch)))
             self.bound_bytes[batch] = max(bound_bytes, self.bound_bytes.get(batch, 0))
@@ -323,7 +323,6 @@ class _Prober:
 
     def _leanest(self, batch: int, seconds: float, seed: int) -> Schedule | None:
         """A schedule of a small peak; on a budget of reserved memory, one that fits if the search finds it."""
-        from monetlite.solving.incumbent import Solution
         from monetlite.solving.smallest import smallest_budget
 
         profile = self.profile(batch)

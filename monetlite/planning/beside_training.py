@@ -31,6 +31,8 @@ from monetlite.planning.solving_process import SolvingProcess
 from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_records import may_profile
 from monetlite.profiling.step_additions import with_additions
+from monetlite.solving.baselines import segment_checkpointing
+from monetlite.solving.incumbent import Solution
 
 ROUGH_SECONDS = 1.25, 1.75
 """Time for the first costs: of the default implementations, and of all."""
@@ -161,8 +163,6 @@ class PlanningBesideTraining:
         seconds = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
         if self._plain_fits(profile):
             if not complete:
-                from monetlite.solving.incumbent import Solution
-
                 plain = Solution.of_steps(profile, plain_steps(profile.graph), method="plain")
                 budget_bytes = parse_budget(self._budget_of(profile), plain.peak_bytes)
                 return as_schedule(profile, budget_bytes, plain, self._solving.tolerance)
@@ -269,8 +269,6 @@ def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...
     Outputs are computed again, too: the code that gets them may change them in place. The operators of `once` are
     not run again.
     """
-    from monetlite.solving.baselines import segment_checkpointing
-
     passing = tuple(
         replace(value, kind=ValueKind.ACTIVATION) if value.kind is ValueKind.OUTPUT else value
         for value in graph.values

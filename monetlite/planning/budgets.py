@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monetlite.core.binding import bind, lacking
 from monetlite.core.choices import Choices
@@ -17,9 +17,11 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.planning.advice import LeastPeak
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
+from monetlite.solving import solve_profile
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
+from monetlite.solving.sweep import sweep_profile
 
 
 def solve(
@@ -27,7 +29,7 @@ def solve(
     budget: str | int | float,
     *,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Solution], None] | None" = None,
+    progress: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> Schedule:
     """Find the fastest schedule within a memory budget.
@@ -57,7 +59,7 @@ def sweep(
     profile: Profile,
     budgets: str | float | Iterable[str | int | float],
     *,
-    progress: "Callable[[int, Solution], None] | None" = None,
+    progress: Callable[[int, Solution], None] | None = None,
     **options: Any,
 ) -> dict[str | int | float, Schedule | None]:
     """Solve for several budgets, where more memory never gives a slower schedule.
@@ -76,8 +78,6 @@ def sweep(
     Raises:
         BudgetError, SolverError, DeviceError, ModelError: as in `solve`.
     """
-    from monetlite.solving.sweep import sweep_profile
-
     asked = [budgets] if isinstance(budgets, (str, int, float)) else list(budgets)
     solving = solving_options({"time_limit": SolvingOptions.time_limit * max(1, len(asked)), **options})
     _require_profile(profile)
@@ -99,11 +99,9 @@ def solve_budget(
     options: SolvingOptions,
     *,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Solution], None] | None" = None,
+    progress: Callable[[Solution], None] | None = None,
 ) -> Schedule:
     """Find the fastest schedule within a memory budget; args and errors as in `solve`."""
-    from monetlite.solving import solve_profile
-
     _require_profile(profile)
     profile = options.allowed(profile)
     budget_bytes = parse_budget(budget, simulate(profile, plain_steps(profile.graph)).peak_bytes)
@@ -128,7 +126,7 @@ def _require_profile(profile: object) -> None:
         raise ModelError(f"give a profile, as monetlite.profile makes, not {type(profile).__name__}")
 
 
-def as_schedule(profile: Profile, budget_bytes: int, solution: "Solution", tolerance: float) -> Schedule:
+def as_schedule(profile: Profile, budget_bytes: int, solution: Solution, tolerance: float) -> Schedule:
     """A solution that has steps, in the form that is saved and shared."""
     assert solution.steps is not None
     graph = profile.graph
@@ -164,10 +162,6 @@ def rescale(schedule: Schedule, profile: Profile, plain: Profile) -> Schedule:
     Raises:
         ScheduleMismatch: the graph is another one; says where.
     """
-    from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-    from monetlite.solving.incumbent import Solution
-    from monetlite.solving.problem import Problem
-
     profile = profile.within(schedule.tolerance)
     problem = Problem.of(profile)
     solution = replace(
@@ -186,7 +180,7 @@ def rescale(schedule: Schedule, profile: Profile, plain: Profile) -> Schedule:
     )
 
 
-def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> InfeasibleBudget:
+def _nothing_fits(profile: Profile, budget_bytes: int, solution: Solution) -> InfeasibleBudget:
     proven_bytes, reached_bytes = solution.smallest_proven_bytes, solution.smallest_reached_bytes
     advice = "Raise the budget, or lower the batch or the input size"
     amount = f"{format_bytes(budget_bytes)} ({budget_bytes} bytes)"

@@ -19,7 +19,11 @@ from monetlite.models.equal_layers import are_all_layers, find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
+from monetlite.solving import solve_profile
+from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing, with_lighter_implementations
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.clock import now
+from monetlite.solving.problem import Problem
 
 GAPS_SHARE = 0.04
 """Part of a card that is left to gaps between tensors. Computed for language models: at most 3% of the peak."""
@@ -295,8 +299,6 @@ def _by_pytorch(profile: Profile) -> Profile:
 
 def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[FitSetting]:
     """Settings of checkpointing a model's layers; none without layers."""
-    from monetlite.solving.baselines import layer_checkpointing
-
     for every in settings if path is not None else ():
         yield FitSetting.of_steps(profile, layer_checkpointing(profile, path or "", every), every=every)
 
@@ -326,9 +328,6 @@ class _Search:
 
     @cached_property
     def proven_bytes(self) -> int:
-        from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-        from monetlite.solving.problem import Problem
-
         return smallest_budget_bound(Problem.of(self.profile))
 
     @property
@@ -337,9 +336,7 @@ class _Search:
 
     def run(self, seconds: float, *, wanted: bool, lean: bool) -> tuple[FitSetting | None, FitSetting]:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one, if `lean`."""
-        from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import ensure_compiled
-        from monetlite.solving.baselines import sqrt_checkpointing, with_lighter_implementations
         from monetlite.solving.blocks.layer_plans import LayerPlans
 
         baselines = [sqrt_checkpointing(self.profile)]
@@ -373,8 +370,6 @@ class _Search:
         The leanest schedule of a small batch may store all of its activations, where weights and their gradients
         make its peak. So these are left out.
         """
-        from monetlite.solving.baselines import with_lighter_implementations
-
         graph = self.profile.graph
         values = tuple(
             replace(value, size_bytes=0) if value.kind is ValueKind.PARAM_GRAD else value for value in graph.values

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from monetlite.core.announcing import warn
 from monetlite.core.costs import Profile
@@ -16,9 +15,8 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_budget
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
 
 TRIAL_SHARE = 0.15
 """Share of the time limit for which each layout is tried."""
@@ -53,7 +51,7 @@ def solve_layouts(
     *,
     layout: str | None = None,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Solution], None] | None" = None,
+    progress: Callable[[Solution], None] | None = None,
 ) -> Schedule:
     """Solve one step that was traced in several layouts, for the fastest schedule of any.
 
@@ -139,8 +137,6 @@ class _Trials:
             of: its profile.
             profiles: of all layouts, with what the options allow.
         """
-        from monetlite.solving.problem import Problem
-
         bounds_ms = {item.graph.fingerprint: Problem.of(item).least_latency_ms for item in profiles}
         out_of_reach = [item for error, item in self.refused if error.proven_bytes > error.budget_bytes]
         bounds_ms |= {item.graph.fingerprint: math.inf for item in out_of_reach}

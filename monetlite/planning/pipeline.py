@@ -12,6 +12,7 @@ from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingO
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.planning.layouts import layouts_to_try, solve_layouts
+from monetlite.profiling.step_additions import with_additions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -197,8 +198,6 @@ def price(
         made = estimate_profile(graph, options.device or graph.device)
         if tolerance is not None:
             made = made.within(tolerance)
-    from monetlite.profiling.step_additions import with_additions
-
     return with_additions(made, options)
 
 

@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph
@@ -14,9 +13,8 @@ from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import Step, stored_values
 from monetlite.reporting.analysis_tensors import PeakStep, peak_step_of
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
+from monetlite.solving import solve_profile
+from monetlite.solving.incumbent import Solution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ def alternative(
     options: SolvingOptions,
     *,
     known_bound_ms: float = 0.0,
-    progress: "Callable[[Solution], None] | None" = None,
+    progress: Callable[[Solution], None] | None = None,
 ) -> Alternative:
     """Solve for another budget, beginning from the steps of the present schedule.
 
@@ -88,8 +86,6 @@ def alternative(
         known_bound_ms: a bound for that budget that is known already.
         progress: as in `monetlite.solve`.
     """
-    from monetlite.solving import solve_profile
-
     solution = solve_profile(profile, budget_bytes, options, starts=[steps], progress=progress)
     there = solution.steps
     return Alternative(

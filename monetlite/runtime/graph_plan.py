@@ -14,6 +14,9 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.units import is_percentage
 from monetlite.core.weak_calls import weakly
 from monetlite.operators.random import forked_state
+from monetlite.planning.beside_training import PlanningBesideTraining
+from monetlite.planning.layouts import layouts_to_try
+from monetlite.planning.pipeline import noteworthy_bytes
 from monetlite.runtime.compile_options import CompileOptions
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
@@ -57,8 +60,6 @@ class GraphPlan:
         parameters: Sequence[nn.Parameter],
         device: str,
     ) -> None:
-        from monetlite.planning.layouts import layouts_to_try
-
         graph = traced_in(AS_TRACED).graph
         self._key = graph.fingerprint, graph.device, options
         self._options, self._resident_bytes, self._device = options, resident_bytes, device
@@ -100,8 +101,6 @@ class GraphPlan:
 
     def _found_within(self, budget: str | int | float) -> Schedule:
         """The same, within this budget."""
-        from monetlite.planning.beside_training import PlanningBesideTraining
-
         options = self._options
         pricing, solving = options.pricing, options.solving
         graphs = [item.graph for item in self._traced.values()]
@@ -153,8 +152,6 @@ class GraphPlan:
 
     def step_gave(self, output: Any) -> None:
         """Note the output of a step, and measure what the caller's loss takes, if that isn't known yet."""
-        from monetlite.planning.pipeline import noteworthy_bytes
-
         self._peak.step_gave(output)
         if self._outside.forward_ends(output, self._device, noteworthy_bytes(self.schedule.budget_bytes)):
             self._peak.drop()  # of two records at a time, only one is right

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -57,6 +57,7 @@ from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.fx.whole_numbers import WithoutNumbers
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
+from monetlite.planning.beside_training import PlanningBesideTraining, least_stored
 from monetlite.profiling.memory_use import workspaces_bytes
 from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.breaks import Breaks
@@ -80,9 +81,6 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 from monetlite.tracing.whole_kernels import kernels_kept_whole
-
-if TYPE_CHECKING:
-    from monetlite.planning.beside_training import PlanningBesideTraining
 
 MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
@@ -273,8 +271,6 @@ class PiecewiseTraining:
         return rest.joined(self._planned_piece(rest.graph, rest.inputs))
 
     def _planned_piece(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from monetlite.planning.beside_training import least_stored
-
         pieces: list[CapturedPiece] = []
         autocast = autocast_dtype(device_of(graph, inputs))
         handed_on = [at for at, item in enumerate(inputs) if isinstance(item, torch.Tensor) and not item.is_leaf]
@@ -491,8 +487,6 @@ class PiecewiseTraining:
         self._wanted = self._plan is None and self._records < MAX_RECORDS
 
     def _begin_plan(self, recorded: RecordedStep, budget: str | int | float | None = None) -> None:
-        from monetlite.planning.beside_training import PlanningBesideTraining
-
         self._settled, self._settles = False, 0
         pieces = list(dict.fromkeys(recorded.runs[number].piece for number in recorded.planned))
         graphs = [piece.traced.graph for piece in pieces]

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from monetlite.core.announcing import bettered, planned, tell
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
@@ -13,15 +12,13 @@ from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.random import forked_state
+from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.serving import TooLarge
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.sized_graphs import Limits
-
-if TYPE_CHECKING:
-    from monetlite.planning.beside_training import PlanningBesideTraining
 
 
 @dataclass
@@ -55,7 +52,7 @@ def amid_a_step(device: str) -> Iterator[None]:
 
 
 def refined(
-    planning: "PlanningBesideTraining", first: Schedule, fitting: Fitting, *, sizes: str = "", wanted: bool = True
+    planning: PlanningBesideTraining, first: Schedule, fitting: Fitting, *, sizes: str = "", wanted: bool = True
 ) -> "Refinement | None":
     """Tell of a first plan, and look for a better one, if that is wanted and there may be one.
 
@@ -81,7 +78,7 @@ class Refinement:
         schedule: the plan that is used.
     """
 
-    def __init__(self, planning: "PlanningBesideTraining", schedule: Schedule, fitting: Fitting) -> None:
+    def __init__(self, planning: PlanningBesideTraining, schedule: Schedule, fitting: Fitting) -> None:
         self.schedule = schedule
         self._planning, self._fitting = planning, fitting
         self._steps: list[PlannedStep] = []

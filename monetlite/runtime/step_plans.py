@@ -35,6 +35,10 @@ from monetlite.fx.torch_internals.torch_dynamo import captured_shapes
 from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
+from monetlite.planning.beside_training import PlanningBesideTraining
+from monetlite.planning.layouts import layouts_to_try
+from monetlite.planning.pipeline import noteworthy_bytes
+from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned, Version
@@ -164,8 +168,6 @@ class StepPlans:
     def measure_loss(self, output: Any, call: Arguments) -> None:
         """Measure what the caller's loss takes, from here to the backward pass, if that isn't known yet."""
         if self.schedule is not None:
-            from monetlite.planning.pipeline import noteworthy_bytes
-
             least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
             if self.outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes):
                 self.peak.drop()  # of two records at a time, only one is right
@@ -304,8 +306,6 @@ class StepPlans:
 
     def _without_loss(self, error: InfeasibleBudget, traced: Traced) -> InfeasibleBudget:
         """The error of a first plan, which says so where a loss outside of the model is not known yet."""
-        from monetlite.planning.pipeline import noteworthy_bytes
-
         outputs_bytes = sum(item.size_bytes for item in traced.graph.values if item.kind is ValueKind.TANGENT)
         if self.outside.memory is not None or outputs_bytes < noteworthy_bytes(error.budget_bytes):
             return error
@@ -319,8 +319,6 @@ class StepPlans:
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
-        from monetlite.planning.layouts import layouts_to_try
-
         return layouts_to_try(self.pricing.layout, self.solving.tolerance, self.pricing.compile)
 
     def _first_plan(
@@ -341,8 +339,6 @@ class StepPlans:
             limits: the sizes that the plan serves, where they vary.
             settle: whether to take all the time that is needed if nothing is found within seconds.
         """
-        from monetlite.planning.beside_training import PlanningBesideTraining
-
         graphs = [item.graph for item in traced.values()]
         with amid_a_step(device_of(self.model, tuple(call))):
             if self._example is not None:
@@ -463,8 +459,6 @@ class StepPlans:
             return sizes
 
         def peak_bytes(graph: OperatorGraph) -> int:
-            from monetlite.profiling.step_additions import with_additions
-
             profile = with_additions(self.outside.counted(without_costs(graph)), self.pricing)
             return simulate(profile, plain_steps(profile.graph)).peak_bytes
 

@@ -17,6 +17,7 @@ from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource, is_shareable
 from monetlite.core.steps import plain_steps
+from monetlite.profiling.step_additions import with_additions
 from monetlite.zoo.collection import file_name
 
 if TYPE_CHECKING:
@@ -107,7 +108,6 @@ class Checker:
             plain: of plain training, in the layout that the model has.
         """
         from monetlite.profiling.estimate import estimate_profile
-        from monetlite.profiling.step_additions import with_additions
 
         layout = AS_TRACED if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""

@@ -37,6 +37,7 @@ from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase,
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.planning.budgets import solve
 from monetlite.zoo.collection import ZooEntry, fastest, matching
 from monetlite.zoo.monet_pickles import StandIn, as_array, as_number, load_pickle
 
@@ -146,8 +147,6 @@ def solve_again(solution: MonetSolution, time_limit: float) -> Schedule:
         ScheduleFileError: the file's schedule can't be replayed, so that its graph is in doubt.
         InfeasibleBudget: nothing fits, or nothing was found in time.
     """
-    from monetlite.planning.budgets import solve
-
     if solution.profile is None or solution.replay is None:
         raise ScheduleFileError(f"the graph in the file can't be solved for: {solution.replay_problem}")
     budget = solution.replay.peak_bytes if solution.budget_gib is None else int(solution.budget_gib * 2**30)

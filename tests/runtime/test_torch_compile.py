@@ -165,7 +165,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert file.exists(), "the file is written whenever it isn't there"
     torch._dynamo.reset()
     monkeypatch.setattr("monetlite.runtime.graph_plan._solved", {})
-    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr(beside_training, "solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, (x,)), step(model, (x,)))
 
@@ -191,7 +191,7 @@ def test_another_layout_runs_and_is_kept_in_the_file(tmp_path, monkeypatch):
     assert monetlite.load_schedule(file).layout == "channels_last"
     torch._dynamo.reset()
     monkeypatch.setattr("monetlite.runtime.graph_plan._solved", {})
-    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr(beside_training, "solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, x), step(twin(model), x), within=1e-4)
 
