@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +15,11 @@ from monetlite.checking.measurements import BatchRun, Growth, Loading, Measureme
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.models import BuiltModel
 from monetlite.profiling import memory_use
 from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.profiling.meters import meter_for
 from monetlite.tracing.step_inputs import Inputs, resident_bytes, split_inputs
-
-if TYPE_CHECKING:
-    from monetlite.models import BuiltModel
 
 
 def measured_place(device: str) -> Place:
@@ -67,7 +65,7 @@ class ModelMeasurer:
         say: told what is measured next.
     """
 
-    build: "Callable[[int | None], BuiltModel]"
+    build: Callable[[int | None], BuiltModel]
     _: KW_ONLY
     device: str = "cpu"
     optimizer: str | None = None
@@ -123,7 +121,7 @@ class ModelMeasurer:
             )
         return [BatchRun(mode=mode, batch=batch) for mode in modes]
 
-    def _load(self, batch: int | None) -> "BuiltModel | None":
+    def _load(self, batch: int | None) -> BuiltModel | None:
         """Build the model and its inputs on the device; None if memory does not suffice."""
         made: list[BuiltModel] = []
         times_ms: list[float] = []
@@ -158,7 +156,7 @@ class ModelMeasurer:
         self.name, self.description = self.name or built.name, self.description or built.description
         return built
 
-    def _measure(self, built: "BuiltModel", mode: Mode) -> BatchRun:
+    def _measure(self, built: BuiltModel, mode: Mode) -> BatchRun:
         self.say(f"{mode}, batch {built.batch}")
         training = mode is Mode.TRAINING
         inputs: Any = built.example_inputs

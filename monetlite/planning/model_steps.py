@@ -4,21 +4,24 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.costs import Profile
 from monetlite.core.graph import AS_TRACED, TILED_ROWS, OperatorGraph, Resident
 from monetlite.core.options import REORDERED_SUMS, PricingOptions, SolvingOptions
+from monetlite.fx.torch_internals.torch_pytree import tree_map_only
+from monetlite.models import BuiltModel
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
 from monetlite.planning.pipeline import measured_here, price
+from monetlite.profiling.measured import Measurement
 from monetlite.profiling.step_additions import with_additions
-
-if TYPE_CHECKING:
-    from monetlite.models import BuiltModel
-
+from monetlite.tracing import trace_layouts
+from monetlite.tracing.step_inputs import autocast_to, resident_bytes, split_inputs, tensors_in_order
 
 MEASURING_SECONDS = 10.0
 """About the most time to measure a step's costs on this machine, each of one run or two."""
@@ -40,8 +43,8 @@ class ModelSteps:
         autocast: dtype of the `torch.autocast` that the step runs in: bfloat16 or float16; or None.
     """
 
-    built: "BuiltModel"
-    rebuild: "Callable[[int | None, int | None], BuiltModel]"
+    built: BuiltModel
+    rebuild: Callable[[int | None, int | None], BuiltModel]
     pricing: PricingOptions
     solving: SolvingOptions
     autocast: str | None = None
@@ -105,8 +108,6 @@ class ModelSteps:
         return priced
 
     def _of_few_layers(self, layers: EqualLayers, batch: int | None, length: int | None) -> dict[str, Profile]:
-        from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
-
         inputs = self._resized(batch or self.batch, length or self.length)
         model = self.built.model
         if self._whole is None:
@@ -118,9 +119,6 @@ class ModelSteps:
 
     def _resized(self, batch: int, length: int | None) -> Any:
         """Inputs of another batch and length: those of text are (N, tokens)."""
-        import torch
-
-        from monetlite.fx.torch_internals.torch_pytree import tree_map_only
 
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() == 0 or tensor.shape[0] != self.batch:
@@ -132,11 +130,8 @@ class ModelSteps:
         return tree_map_only(torch.Tensor, resized, self._asked.example_inputs)
 
     def _traced(
-        self, built: "BuiltModel", inputs: Any, whole: Callable[[Profile], Profile] | None = None
+        self, built: BuiltModel, inputs: Any, whole: Callable[[Profile], Profile] | None = None
     ) -> dict[str, Profile]:
-        from monetlite.tracing import trace_layouts
-        from monetlite.tracing.step_inputs import autocast_to
-
         began = time.monotonic()
         device = self.pricing.device
         kind = "cuda" if device == "cuda" else "cpu"
@@ -160,7 +155,7 @@ class ModelSteps:
 
 
 def _priced_anew(
-    rebuild: "Callable[[int | None, int | None], BuiltModel]",
+    rebuild: Callable[[int | None, int | None], BuiltModel],
     pricing: PricingOptions,
     solving: SolvingOptions,
     autocast: str | None,
@@ -179,7 +174,5 @@ def _priced(graph: OperatorGraph, options: PricingOptions, solving: SolvingOptio
     device = measured_here(graph, options)
     if device is None:
         return price(graph, options, solving)
-    from monetlite.profiling.measured import Measurement
-
     measurement = Measurement(graph, device, tolerance=solving.tolerance)
     return measurement.rough_profile(MEASURING_SECONDS, alternatives=True)

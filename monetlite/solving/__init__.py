@@ -13,6 +13,7 @@
 | `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by HiGHS |
 | `blocks/deep_step.py` | plans for all stretches, and the schedules that the master program makes of them |
 | `blocks/nested_plans.py` | plans within plans: blocks that run again more than once, by dynamic programming |
+| `blocks/layer_plans.py` | a plan for each layer of a deep model, within seconds and without a bound |
 | `program.py` | up to 100 operators: the boolean program, by SCIP, HiGHS or Gurobi |
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |
@@ -32,6 +33,7 @@
 | `annealing/search.py` | runs that compete for the fastest schedule |
 | `annealing/lowest_peak.py` | runs towards the smallest peak |
 | `reserved_budget.py` | schedules for a budget of reserved memory, whose tensors lie without gaps |
+| `sum_fronts.py` | what to keep of a step that `torch.compile` partitions |
 
 Each method has earned its place. Of the 78 schedules in `schedules/`, whose files name the methods that improved
 the schedule or its bound, HiGHS (bound) improved 77, the search 76, a start from another budget 62, plans of
@@ -42,23 +44,21 @@ nothing, and says what the smallest budget is. `arrange` finds those of reserved
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from monetlite.core.costs import Profile
-    from monetlite.core.options import SolvingOptions
-    from monetlite.core.steps import Step
-    from monetlite.solving.incumbent import Solution
+from monetlite.core.costs import Profile
+from monetlite.core.options import SolvingOptions
+from monetlite.core.steps import Step
+from monetlite.solving.incumbent import Solution
 
 
 def solve_profile(
-    profile: "Profile",
+    profile: Profile,
     budget_bytes: int,
-    options: "SolvingOptions",
+    options: SolvingOptions,
     *,
-    starts: "Iterable[tuple[Step, ...]]" = (),
-    progress: "Callable[[Solution], None] | None" = None,
-) -> "Solution":
+    starts: Iterable[tuple[Step, ...]] = (),
+    progress: Callable[[Solution], None] | None = None,
+) -> Solution:
     """Find the fastest schedule within a memory budget, and bound how much faster any could be.
 
     Args:

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from monetlite.allocator import reserve
 from monetlite.core.binding import first_difference
@@ -17,11 +16,9 @@ from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource, is_shareable
 from monetlite.core.steps import plain_steps
+from monetlite.models import BuiltModel, build_model
 from monetlite.profiling.step_additions import with_additions
 from monetlite.zoo.collection import file_name
-
-if TYPE_CHECKING:
-    from monetlite.models import BuiltModel
 
 SAME = 1e-6
 """Largest relative difference between a latency in a file and the same one computed again."""
@@ -125,15 +122,13 @@ class Checker:
         return self._profiles[key]
 
 
-def build(source: ModelSource, meta: bool = True) -> "BuiltModel":
+def build(source: ModelSource, meta: bool = True) -> BuiltModel:
     """Build a model and its inputs, on the meta device unless said otherwise.
 
     Raises:
         ModelError: the name is not one of a built-in or a library's model, or the model can't be built.
     """
     import torch
-
-    from monetlite.models import build_model
 
     if not is_shareable(source.model):
         raise ModelError(f"{source.model!r:.80} is not the name of a built-in, hf:, timm: or torchvision: model")

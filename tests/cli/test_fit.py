@@ -11,7 +11,6 @@ from commands import run
 from thoroughness import often
 
 import monetlite
-import monetlite.tracing
 from monetlite.cli.fit_command import _loaded_from, model_to_fit
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import CONTEXT_BYTES, find_device
@@ -41,7 +40,7 @@ FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
     """A model is traced once at each size, in this process, however long it takes."""
-    known, trace = {}, monetlite.tracing.trace_layouts
+    known, trace = {}, model_steps.trace_layouts
 
     def traced(model, inputs, layouts, **options):
         shapes = torch.utils._pytree.tree_map_only(
@@ -54,7 +53,7 @@ def _traced_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monetlite.tracing, "trace_layouts", traced)
+        patch.setattr(model_steps, "trace_layouts", traced)
         patch.setattr(model_steps, "WORTH_A_PROCESS", float("inf"))
         yield
 
