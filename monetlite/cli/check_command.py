@@ -17,6 +17,7 @@ from monetlite.cli.running import command, prints_aside
 from monetlite.cli.subjects import build, model_of
 from monetlite.cli.terminal import Terminal
 from monetlite.core.units import format_bytes
+from monetlite.zoo.collection import load_schedule
 
 DEFAULT_OPERATORS = 10
 """Number of operators that differ to print."""
@@ -77,8 +78,6 @@ def check(
 
     Exit code 0: it passed; 4: it did not, and the last line (or "reasons" of --json) says why.
     """
-    from monetlite.zoo.collection import load_schedule
-
     loaded = load_schedule(schedule)
     choice = model_of(loaded, schedule, choice)
     terminal.import_torch()

@@ -22,6 +22,8 @@ from monetlite.cli.running import check_writable, command, prints_aside
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ModelError
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.files.plain_data import json_text
 from monetlite.core.options import SolvingOptions
 from monetlite.core.units import parse_budget
 
@@ -128,8 +130,6 @@ def _listed(text: str) -> list[str]:
 
 
 def _write(comparison: "Comparison", target: Path) -> None:
-    from monetlite.core.files.atomic import write_atomically
-    from monetlite.core.files.plain_data import json_text
     from monetlite.reporting.text_comparison import comparison_facts, comparison_markdown
 
     kind = target.suffix.lower()

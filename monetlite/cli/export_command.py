@@ -24,6 +24,7 @@ from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import PricingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
+from monetlite.core.units import format_bytes
 from monetlite.zoo.collection import load_schedule
 
 COMPILE = "torch-compile"
@@ -114,7 +115,6 @@ def export_command(
 
 def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedule, output: Path) -> None:
     """Write a plan for `torch.compile`."""
-    from monetlite.core.units import format_bytes
     from monetlite.exporting.compiled_plan import compile_plan, compiled_facts, compiled_text
 
     built = opened.built

@@ -24,11 +24,11 @@ from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import parse_budget
-from monetlite.models import check_spelling
+from monetlite.models import BuiltModel, check_spelling
+from monetlite.models.library_models import is_cached, local_path, split_adapters
 from monetlite.models.published import find_published
 
 if TYPE_CHECKING:
-    from monetlite.models import BuiltModel
     from monetlite.planning.card_fit import CardMemory
     from monetlite.reporting.fit_lines import TrainingRequest
 
@@ -151,13 +151,13 @@ def _card(device: str, budget_bytes: int | None) -> "CardMemory":
     return card_memory(find_device(device), budget_bytes)
 
 
-def _rebuilt(choice: ModelChoice, batch: int | None, length: int | None) -> "BuiltModel":
+def _rebuilt(choice: ModelChoice, batch: int | None, length: int | None) -> BuiltModel:
     """The model at another batch and length, or at its own."""
     sized = replace(choice, batch=batch or choice.batch, sequence_length=length or choice.sequence_length)
     return build(sized, None, meta=True)
 
 
-def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelChoice]":
+def _built(choice: ModelChoice, terminal: Terminal) -> tuple[BuiltModel, ModelChoice]:
     """The model, and the sizes that it has; of a language model, by default those of one long sequence."""
     assert choice.spec is not None
     if choice.spec.startswith("hf:") and choice.input_size is None:
@@ -173,9 +173,8 @@ def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelC
     return build(choice, terminal, meta=True), choice
 
 
-def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) -> "TrainingRequest":
+def _request(built: BuiltModel, choice: ModelChoice, pricing: PricingOptions) -> "TrainingRequest":
     """Facts that the lines to paste are made of."""
-    from monetlite.models.library_models import split_adapters
     from monetlite.reporting.fit_lines import TrainingRequest
 
     assert choice.spec is not None
@@ -197,8 +196,6 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
 
 def _loaded_from(name: str) -> str:
     """The name or folder that `from_pretrained` takes; a folder comes first, as it does for `--model`."""
-    from monetlite.models.library_models import is_cached, local_path
-
     if path := local_path(name):
         return path if os.path.isdir(path) else os.path.dirname(path) or "."
     published = find_published(name)

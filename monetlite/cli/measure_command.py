@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -26,11 +26,10 @@ from monetlite.cli.subjects import build, chosen_device, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.command_lines import command_line
 from monetlite.core.errors import ModelError
+from monetlite.core.files.atomic import write_atomically
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions
-
-if TYPE_CHECKING:
-    from monetlite.models import BuiltModel
+from monetlite.models import BuiltModel
 
 MODES = ("inference", "training")
 FORMATS = (".md", ".json", ".csv")
@@ -140,10 +139,9 @@ def measure_command(
     device = chosen_device(pricing.device, terminal, advice="measure on the cpu")
     from monetlite.checking.measurements import Mode
     from monetlite.checking.measuring import ModelMeasurer
-    from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting import text_measure
 
-    def at(batch: int | None) -> "BuiltModel":
+    def at(batch: int | None) -> BuiltModel:
         return build(replace(choice, batch=batch), None)
 
     # Import what the model needs, so that loading it is timed without that; a model that can't be built on the

@@ -25,16 +25,17 @@ from monetlite.cli.option_types import Integer, OutputFile
 from monetlite.cli.running import check_writable, command, only_for, was_given
 from monetlite.cli.subjects import OpenedSchedule, open_schedule, shapes_text
 from monetlite.cli.terminal import Terminal
+from monetlite.core.binding import bind
+from monetlite.core.costs import Profile
 from monetlite.core.errors import MonetliteError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step
+from monetlite.reporting.analysis import Analysis, analyse
 
 if TYPE_CHECKING:
-    from monetlite.core.costs import Profile
-    from monetlite.core.steps import Step
     from monetlite.planning.tradeoff import Tradeoff
-    from monetlite.reporting.analysis import Analysis
     from monetlite.reporting.analysis_alternatives import Around
 
 PAGE_AROUND_SHARE = 0.2
@@ -212,7 +213,6 @@ def _print_rescaled(terminal: Terminal, name: str, given: Schedule, found: Sched
 
 
 def _explain(terminal: Terminal, opened: OpenedSchedule, solving: SolvingOptions, *, search: bool) -> None:
-    from monetlite.reporting.analysis import analyse
     from monetlite.reporting.analysis_alternatives import Around
     from monetlite.reporting.text_explain import explanation_facts, print_explanation
 
@@ -225,19 +225,15 @@ def _explain(terminal: Terminal, opened: OpenedSchedule, solving: SolvingOptions
         print_explanation(terminal.console, analysis, around)
 
 
-def _allowed(opened: OpenedSchedule) -> "tuple[Profile, tuple[Step, ...]]":
+def _allowed(opened: OpenedSchedule) -> tuple[Profile, tuple[Step, ...]]:
     """The costs of what the schedule's tolerance allows, and the schedule's steps by those."""
-    from monetlite.core.binding import bind
-
     profile = opened.profile.within(opened.schedule.tolerance)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opening it has told what this device lacks
         return profile, bind(opened.schedule, profile.graph)
 
 
-def _searched(
-    terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", solving: SolvingOptions
-) -> "Around":
+def _searched(terminal: Terminal, opened: OpenedSchedule, analysis: Analysis, solving: SolvingOptions) -> "Around":
     """Schedules around the present one: the leanest, and those of a tenth more and less memory, of its kind."""
     from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
     from monetlite.solving.annealing.compiling import ensure_compiled
@@ -271,7 +267,7 @@ def _searched(
 
 
 def _traded(
-    terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", points: int, solving: SolvingOptions
+    terminal: Terminal, opened: OpenedSchedule, analysis: Analysis, points: int, solving: SolvingOptions
 ) -> "Tradeoff":
     """The trade-off between memory and step time, with a bar."""
     from monetlite.planning.tradeoff import trade_off
@@ -303,7 +299,6 @@ def _draw(
     search: bool,
 ) -> None:
     """Write a picture or a page, the numbers behind it, and say so."""
-    from monetlite.reporting.analysis import analyse
     from monetlite.reporting.text_solve import schedule_facts
     from monetlite.reporting.text_tables import csv_table
 

@@ -25,6 +25,9 @@ from monetlite.core.costs import Profile
 from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import REORDERED_SUMS, PricingOptions, SolvingOptions, allowing_compiled
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
+from monetlite.core.units import parse_budget
 
 FIRST_BATCH = 32
 """Batch to begin from."""
@@ -97,9 +100,6 @@ def solve_command(
     multiple_of: int,
 ) -> None:
     """Find the fastest schedule of a model's training step within a memory budget."""
-    from monetlite.core.simulate import simulate
-    from monetlite.core.steps import plain_steps
-    from monetlite.core.units import parse_budget
     from monetlite.planning.layouts import layouts_to_try, solve_layouts
     from monetlite.reporting import text_solve
     from monetlite.solving.annealing.compiling import await_compiled
@@ -161,7 +161,6 @@ def find_largest_batch(
 
     --batch says where to begin. Nothing is run out of memory: a few batches are traced, and every one is bounded.
     """
-    from monetlite.core.units import parse_budget
     from monetlite.planning.batches import largest_batch
     from monetlite.reporting.text_solve import batches_facts, print_batches
 

@@ -3,22 +3,22 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
 from monetlite.cli.running import suggested
 from monetlite.cli.terminal import Terminal
+from monetlite.core.binding import bind
 from monetlite.core.costs import Profile, cost_device, load_profile
 from monetlite.core.devices import MEASURED_HERE
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.schedule import Schedule
 from monetlite.core.source import batch_of
-
-if TYPE_CHECKING:
-    from monetlite.core.schedule import Schedule
-    from monetlite.core.steps import Step
-    from monetlite.models import BuiltModel
+from monetlite.core.steps import Step
+from monetlite.models import BuiltModel, build_model
+from monetlite.zoo.collection import load_schedule
 
 
 def chosen_device(
@@ -45,13 +45,11 @@ def chosen_device(
     return device or ("cuda" if there else otherwise)
 
 
-def build(choice: ModelChoice, terminal: Terminal | None, *, meta: bool = False) -> "BuiltModel":
+def build(choice: ModelChoice, terminal: Terminal | None, *, meta: bool = False) -> BuiltModel:
     """Build a model; on the meta device without memory for its weights. Without a terminal, say nothing."""
     if terminal is not None:
         terminal.import_torch()
     import torch
-
-    from monetlite.models import build_model
 
     assert choice.spec is not None
     with contextlib.nullcontext() if terminal is None else terminal.line(f"building {choice.spec}"):
@@ -71,7 +69,7 @@ def price_layouts(
     terminal: Terminal,
     layouts: Sequence[str] = (AS_TRACED,),
     solving: SolvingOptions | None = None,
-) -> "tuple[BuiltModel, list[Profile]]":
+) -> tuple[BuiltModel, list[Profile]]:
     """Build a model, and trace and price it in those layouts that differ, without allocating its activations.
 
     Implementations that `solving` rules out are not priced.
@@ -167,11 +165,11 @@ class OpenedSchedule:
         built: the model.
     """
 
-    schedule: "Schedule"
-    steps: "tuple[Step, ...]"
+    schedule: Schedule
+    steps: tuple[Step, ...]
     profile: Profile
     plain: Profile
-    built: "BuiltModel"
+    built: BuiltModel
 
     @property
     def at_own_sizes(self) -> bool:
@@ -197,9 +195,6 @@ def open_schedule(
         ScheduleMismatch: it is for another model, or for other sizes.
         ModelError: the file doesn't say how to build its model, or was measured on another machine.
     """
-    from monetlite.core.binding import bind
-    from monetlite.zoo.collection import load_schedule
-
     schedule = load_schedule(path)
     choice = model_of(schedule, path, choice)
     pricing = PricingOptions(
@@ -232,7 +227,7 @@ def open_schedule(
     )
 
 
-def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoice:
+def model_of(schedule: Schedule, path: str, choice: ModelChoice) -> ModelChoice:
     """The model of a schedule that was read from a path, and its sizes: as given, else as the file says.
 
     Raises:
@@ -251,7 +246,7 @@ def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoic
     return replace(choice, autocast=schedule.autocast or None)
 
 
-def _device_of(schedule: "Schedule", path: str, terminal: Terminal) -> str:
+def _device_of(schedule: Schedule, path: str, terminal: Terminal) -> str:
     """The device that a schedule was solved with, if its costs can be had here."""
     if schedule.kind == "estimated":
         return schedule.device

@@ -7,16 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import click
 
 from monetlite.cli.exits import EXIT_FAILED, INTERRUPTED
 from monetlite.core.files.plain_data import json_text
 from monetlite.core.units import format_bytes, format_ms
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
+from monetlite.solving.incumbent import Solution
 
 DEFAULT_WIDTH = 80
 """Characters of a line where COLUMNS is 0: it is not known."""
@@ -101,7 +98,7 @@ class Terminal:
             yield lambda text: status.update(Text(text))
 
     @contextlib.contextmanager
-    def solving(self, budget_bytes: int) -> "Iterator[Callable[[Solution], None]]":
+    def solving(self, budget_bytes: int) -> Iterator[Callable[[Solution], None]]:
         """A live line of a solve: incumbent, bound, gap, peak, time."""
         with self.searching(f"solving within {format_bytes(budget_bytes)}") as tell:
             yield lambda event: tell(_progress_text(event))
@@ -129,7 +126,7 @@ def _log(text: str, seconds: float) -> Callable[[str], None]:
     return update
 
 
-def _progress_text(event: "Solution") -> str:
+def _progress_text(event: Solution) -> str:
     found = "nothing found yet"
     if event.latency_ms is not None and event.peak_bytes is not None:
         found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"

@@ -1,7 +1,6 @@
 """`monetlite zoo`: schedules that people share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +11,17 @@ from monetlite.cli.output_names import name_of_copy
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ScheduleFileError
-
-if TYPE_CHECKING:
-    from monetlite.core.schedule import Schedule
-    from monetlite.zoo.collection import Shelf
+from monetlite.core.schedule import Schedule, schedule_text
+from monetlite.zoo.collection import (
+    PREFIX,
+    Shelf,
+    file_name,
+    find_entry,
+    known_models,
+    load_schedule,
+    matching,
+    shipped,
+)
 
 _folder = click.option(
     "--folder",
@@ -51,7 +57,6 @@ def list_command(
 ) -> None:
     """List schedules: memory against overhead."""
     from monetlite.reporting.text_zoo import print_entries
-    from monetlite.zoo.collection import known_models, matching
 
     there = _shelf(folder).entries()
     entries = matching(there, model=model, device=device, budget=budget, batch=batch)
@@ -133,9 +138,7 @@ def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | No
 @command("add", click.argument("file", type=click.Path(path_type=Path)), _folder, force_option, group=zoo_command)
 def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
     """Check a schedule file and put it into a collection, under the name that its contents give it."""
-    from monetlite.core.schedule import schedule_text
     from monetlite.zoo.check import Checker
-    from monetlite.zoo.collection import file_name
 
     shelf = _shelf(folder)
     with terminal.line(f"checking {file}"):
@@ -198,15 +201,11 @@ def import_command(
         print_monet(terminal.console, theirs, same_costs, schedule, name)
 
 
-def _shelf(folder: Path | None) -> "Shelf":
-    from monetlite.zoo.collection import Shelf, shipped
-
+def _shelf(folder: Path | None) -> Shelf:
     return shipped() if folder is None else Shelf(folder)
 
 
-def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
-    from monetlite.zoo.collection import PREFIX, find_entry, load_schedule
-
+def _find(name: str, folder: Path | None) -> tuple[str, Schedule]:
     if not name.startswith(PREFIX) and Path(name).exists():
         return name, load_schedule(name)
     shelf = _shelf(folder)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -271,7 +272,7 @@ def test_the_figures_are_json_and_are_printed_before_they_are_written(tmp_path, 
     assert run(*arguments).exit_code == 0
     facts = json.loads((tmp_path / "f.json").read_text(), parse_constant=pytest.fail)
     assert facts["runs"][1]["gradient_difference"] is None
-    monkeypatch.setattr("monetlite.core.files.atomic.write_atomically", full)
+    monkeypatch.setattr(sys.modules["monetlite.cli.compare_command"], "write_atomically", full)
     failed = run(*arguments, "--force")
     assert failed.exit_code == 4
     assert json.loads(failed.stdout, parse_constant=pytest.fail)["runs"] == facts["runs"]

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -322,7 +323,7 @@ def test_the_table_is_printed_before_it_is_written(folder, monkeypatch):
     def full(*_):
         raise ScheduleFileError("no space is left")
 
-    monkeypatch.setattr("monetlite.core.files.atomic.write_atomically", full)
+    monkeypatch.setattr(sys.modules["monetlite.cli.measure_command"], "write_atomically", full)
     result = run("measure", "--model", "net.py:build", "--batch", "2", *QUICK, "--output", folder / "table.md")
     assert result.exit_code == 4
     assert "training:" in result.stdout

@@ -309,13 +309,13 @@ def test_something_is_said_before_torch_is_imported():
 
 SOLVE, CHECK = COMMANDS[0], "check mine.yaml --model net.py:build"
 PHASES = {
-    "building": (SOLVE, "monetlite.models.build_model"),
+    "building": (SOLVE, "monetlite.cli.subjects.build_model"),
     "tracing": (SOLVE, "monetlite.tracing.trace_layouts"),
     "pricing": (SOLVE, "monetlite.planning.pipeline.price"),
     "solving": (SOLVE, "monetlite.planning.layouts.solve_budget"),
     "writing a schedule": (SOLVE, "os.fsync"),
     "searching batches": (COMMANDS[1], "monetlite.planning.batches.largest_batch"),
-    "analysing": (COMMANDS[2], "monetlite.reporting.analysis.analyse"),
+    "analysing": (COMMANDS[2], "monetlite.reporting.analysis.Analysis"),
     "searching beside a schedule": (COMMANDS[3], "monetlite.reporting.analysis_alternatives.alternative"),
     "drawing": (COMMANDS[4], "monetlite.reporting.plots.timeline_plot.draw_timeline"),
     "writing a picture": (COMMANDS[4], "os.fsync"),

@@ -188,7 +188,8 @@ def test_what_a_list_suggests_is_its_first_schedule(shelf, monkeypatch):
         listed = commands.run("zoo", "list", "--budget", "30%", *options)
         name = re.search(r'MONeTWrapper\(model, "(.*)"\)', listed.stdout)[1]
         assert monetlite.load_schedule(name).tolerance == 1e-5
-        monkeypatch.setattr("monetlite.zoo.collection.shipped", lambda: shelf)
+        for module in ("zoo.collection", "cli.zoo_commands"):
+            monkeypatch.setattr(f"monetlite.{module}.shipped", lambda: shelf)
 
 
 def test_a_stale_index_is_noticed(shelf):
