@@ -32,7 +32,7 @@ from monetlite.profiling.measured_calls import (
 )
 from monetlite.profiling.memory_use import steady_heap
 from monetlite.profiling.meters import Meter, convolves_in_tf32, meter_for
-from monetlite.profiling.plan_front import is_plan, on_front
+from monetlite.profiling.plan_front import on_front
 
 Progress = Callable[[int, int], None]
 """Called with (calls measured, calls in all)."""
@@ -220,7 +220,7 @@ class Measurement:
         forget_growths()  # as `run` does
         graph = self._graph
         if not self.known:
-            graph = graph.restricted(lambda item: alternatives and not is_plan(item))
+            graph = graph.restricted(lambda item: alternatives and not cudnn.is_plan(item.name))
         candidates, end = calls_to_measure(graph), time.monotonic() + seconds
         moved = {signature: candidate.moved_bytes for signature, candidate in candidates.items()}
         large = _LARGE * max(moved.values(), default=0)

@@ -13,6 +13,7 @@ from monetlite.core.errors import CompileError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph
 from monetlite.fx.torch_internals.torch_aot import without_autocast
 from monetlite.operators import resolve
+from monetlite.operators.cudnn import is_plan
 from monetlite.operators.implementations import FUNCTIONS
 from monetlite.operators.program_calls import prepared
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
@@ -21,7 +22,6 @@ from monetlite.operators.strides import item_bytes
 from monetlite.profiling.arguments import arguments_bytes, depends_on_contents, make_arguments
 from monetlite.profiling.memory_use import is_out_of_memory
 from monetlite.profiling.meters import Meter
-from monetlite.profiling.plan_front import is_plan
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ def calls_to_measure(graph: OperatorGraph) -> dict[str, MeasuredCall]:
                 known = found.setdefault(call.signature, call)
                 known.name = known.name or f"{operator.name} ({call.call.target}, {item.name})"
                 known.needed |= number == 0
-                known.only_plans &= is_plan(item)
+                known.only_plans &= is_plan(item.name)
     return found
 
 

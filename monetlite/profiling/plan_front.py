@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Implementation
-from monetlite.operators import cudnn
+from monetlite.operators.cudnn import is_plan
 
 
 def on_front(profile: Profile) -> Profile:
@@ -16,16 +16,16 @@ def on_front(profile: Profile) -> Profile:
     """
     kept: set[tuple[tuple[int, ...], str]] = set()
     for operator, costs in zip(profile.graph.operators, profile.costs, strict=True):
-        plan = next(filter(is_plan, operator.implementations), None)
+        plan = next((item for item in operator.implementations if is_plan(item.name)), None)
         if plan is not None:
             rivals = [
                 (item, cost)
                 for item, cost in zip(operator.implementations, costs, strict=True)
-                if is_plan(item) or _replaces(item, plan)
+                if is_plan(item.name) or _replaces(item, plan)
             ]
             front = pareto([cost for _, cost in rivals])
             kept |= {(rivals[at][0].writes, rivals[at][0].name) for at in front}
-    return profile.restricted(lambda item: not is_plan(item) or (item.writes, item.name) in kept)
+    return profile.restricted(lambda item: not is_plan(item.name) or (item.writes, item.name) in kept)
 
 
 def _replaces(item: Implementation, plan: Implementation) -> bool:
@@ -44,8 +44,3 @@ def pareto(costs: Sequence[Cost]) -> list[int]:
         if not front or costs[at].workspace_bytes < costs[front[-1]].workspace_bytes:
             front.append(at)
     return sorted(front)
-
-
-def is_plan(item: Implementation) -> bool:
-    """True for one of cuDNN's execution plans."""
-    return item.name.startswith(cudnn.PREFIX)

@@ -12,7 +12,7 @@ from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
-from monetlite.operators.cudnn import PREFIX, with_named_plans
+from monetlite.operators.cudnn import is_plan, with_named_plans
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import TooLarge, values_bytes, without_guards
 from monetlite.tracing.operator_graph import Traced
@@ -108,11 +108,7 @@ def _refuse_tuning(graph: OperatorGraph, steps: Sequence[Step]) -> None:
     ran: set[int] = set()
     for index, choice in steps:
         operator = graph.operators[index]
-        if (
-            index in ran
-            and operator.family == "convolution"
-            and not operator.implementations[choice].name.startswith(PREFIX)
-        ):
+        if index in ran and operator.family == "convolution" and not is_plan(operator.implementations[choice].name):
             raise CudnnError(
                 f"the schedule re-runs {operator.name} in the backward pass, where torch.backends.cudnn.benchmark "
                 "would have cuDNN tuned once more: beyond the budget, and maybe to a kernel that rounds otherwise. "

@@ -593,4 +593,4 @@ class PiecewiseTraining:
 
 def _is_ours(item: Any) -> bool:
     """True for implementations that pieces can run: without a guard on weights, and not one of cuDNN's plans."""
-    return item.guard is None and not item.name.startswith(cudnn.PREFIX)
+    return item.guard is None and not cudnn.is_plan(item.name)

@@ -214,14 +214,14 @@ ItemT = TypeVar("ItemT", OperatorGraph, Profile)
 
 def of_any_size(item: ItemT) -> ItemT:
     """A graph or profile without cuDNN's plans, each of which is for one size."""
-    return item.restricted(lambda implementation: not implementation.name.startswith(cudnn.PREFIX))
+    return item.restricted(lambda implementation: not cudnn.is_plan(implementation.name))
 
 
 def is_of_any_size(schedule: Schedule) -> bool:
     """True if a schedule names none of cuDNN's plans."""
     choices = schedule.choices
     runs = [*choices.implementations.items(), *(run for runs in choices.before.values() for run in runs)]
-    return not any(name.startswith(cudnn.PREFIX) for _, name in runs)
+    return not any(cudnn.is_plan(name) for _, name in runs)
 
 
 def _without_memory(leaf: Any, shape: Sequence[int] | None = None) -> Any:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.operators import cudnn
 from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.runtime import varying_step
 from monetlite.runtime.call_sizes import CallSizes
@@ -401,8 +400,8 @@ def test_cudnns_plans_are_for_one_size():
     schedule = recomputing(monetlite.trace(Pixels(), torch.randn(2, 3, 16, 16)))
     assert varying_step.is_of_any_size(schedule)
     for choices in (
-        replace(schedule.choices, implementations={"convolutions.0": f"{cudnn.PREFIX}plan"}),
-        replace(schedule.choices, before={"head": (("convolutions.0", f"{cudnn.PREFIX}plan"),)}),
+        replace(schedule.choices, implementations={"convolutions.0": "cudnn.plan"}),
+        replace(schedule.choices, before={"head": (("convolutions.0", "cudnn.plan"),)}),
     ):
         assert not varying_step.is_of_any_size(replace(schedule, choices=choices))
 

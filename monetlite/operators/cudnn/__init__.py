@@ -5,17 +5,17 @@ the work by the plan of a name. Both need the optional package nvidia-cudnn-fron
 makes implementations of plans, and `with_named_plans` of those that a schedule names.
 """
 
-from monetlite.operators.cudnn.convolution_parts import PREFIX, tf32_allowed
+from monetlite.operators.cudnn.convolution_parts import is_plan, tf32_allowed
 from monetlite.operators.cudnn.execution_plans import enumerate_plans, find_plan, forget_plans, run_plan
 from monetlite.operators.cudnn.library import available, problem, properties_json
 from monetlite.operators.cudnn.offers import offer_plans, with_named_plans
 
 __all__ = [
-    "PREFIX",
     "available",
     "enumerate_plans",
     "find_plan",
     "forget_plans",
+    "is_plan",
     "offer_plans",
     "problem",
     "properties_json",

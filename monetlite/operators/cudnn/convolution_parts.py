@@ -16,7 +16,6 @@ from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWo
 from monetlite.operators.implementations import function, name_of, reads_of
 from monetlite.operators.strides import is_whole, suggests_channels_last
 
-PREFIX = "cudnn."
 PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
 
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -30,6 +29,11 @@ _ROLES: dict[tuple[bool, ...], Role] = {
     (False, True, True): "weight_gradient",
 }
 """Roles by the gradients that are wanted."""
+
+
+def is_plan(name: str) -> bool:
+    """True for the name of an implementation that runs one of cuDNN's execution plans."""
+    return name.startswith("cudnn.")
 
 
 @dataclass(frozen=True, kw_only=True)

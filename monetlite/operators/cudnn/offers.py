@@ -12,7 +12,7 @@ from monetlite.core.choices import Choices, Run
 from monetlite.core.errors import CudnnError, ScheduleMismatch
 from monetlite.core.graph import Implementation, Operator, OperatorGraph
 from monetlite.operators.cudnn import execution_plans, library
-from monetlite.operators.cudnn.convolution_parts import PLAN_NAME, PREFIX, ConvolutionPart, layouts_of, part_of
+from monetlite.operators.cudnn.convolution_parts import PLAN_NAME, ConvolutionPart, is_plan, layouts_of, part_of
 from monetlite.operators.cudnn.execution_plans import ExecutionPlan
 from monetlite.operators.cudnn.work import ConvolutionWork
 
@@ -79,7 +79,7 @@ def with_named_plans(
             `Choices.steps` to refuse.
     """
     runs = [*choices.implementations.items(), *chain.from_iterable(choices.before.values())]
-    wanted = dict.fromkeys(run for run in runs if run[1].startswith(PREFIX))
+    wanted = dict.fromkeys(run for run in runs if is_plan(run[1]))
     if not wanted:
         return graph, choices
     for operator_name, plan_name in wanted:
@@ -146,7 +146,7 @@ def _instead(device: str, operator: Operator, part: ConvolutionPart, wanted: Imp
         and item.writes == wanted.writes
         and not item.overwrites
         and item.guard is None
-        and not item.name.startswith(PREFIX)
+        and not is_plan(item.name)
         and (not item.devices or device in item.devices)
     ]
     return min(alike, key=lambda item: item.tolerance) if alike else part.stand_in()
