@@ -6,7 +6,6 @@ which finds no gradients. Whatever wants a gradient in between (a norm over all 
 pass) gets an error, as there is none any more.
 """
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -227,13 +226,8 @@ def _refuse_others(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_processes() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if (
-        distributed is not None
-        and distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    ):
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise ModelError(
             "several processes train together: with step_in_backward each would update its weights by its own "
             "gradients, before they are averaged (DDP, FSDP). Take step_in_backward away"
