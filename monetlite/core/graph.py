@@ -315,6 +315,11 @@ class OperatorGraph:
         """For each value, the operator that writes it."""
         return {value: index for index, operator in enumerate(self.operators) for value in operator.writes}
 
+    @property
+    def outputs_bytes(self) -> int:
+        """Bytes of the outputs that have a gradient."""
+        return sum(value.size_bytes for value in self.values if value.kind is ValueKind.TANGENT)
+
     def available(self, device: str) -> "OperatorGraph":
         """The same graph with the implementations that can run on a device (`cpu` or `cuda`)."""
         return self.restricted(lambda item: not item.devices or device in item.devices)

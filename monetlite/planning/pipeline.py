@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
-from monetlite.core.graph import LOSS_ONLY, OperatorGraph, ValueKind
+from monetlite.core.graph import LOSS_ONLY, OperatorGraph
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
@@ -228,10 +228,9 @@ def unplanned_loss(graph: OperatorGraph, budget_bytes: int) -> str:
 
     A model that returns its loss is captured with it, and returns one number to differentiate.
     """
-    outputs_bytes = sum(value.size_bytes for value in graph.values if value.kind is ValueKind.TANGENT)
-    if outputs_bytes < noteworthy_bytes(budget_bytes):
+    if graph.outputs_bytes < noteworthy_bytes(budget_bytes):
         return ""
     return (
-        f"what a loss of the model's outputs ({format_bytes(outputs_bytes)}) keeps and takes is not counted "
+        f"what a loss of the model's outputs ({format_bytes(graph.outputs_bytes)}) keeps and takes is not counted "
         "(cross-entropy: as much once or twice more); a model that returns its loss has it planned"
     )

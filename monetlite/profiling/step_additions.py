@@ -234,8 +234,7 @@ class LossMemory:
 
     def of(self, graph: OperatorGraph) -> tuple[int, int]:
         """Bytes that are kept, and taken, in a step."""
-        outputs_bytes = sum(value.size_bytes for value in graph.values if value.kind is ValueKind.TANGENT)
-        return int(self.kept * outputs_bytes), int(self.taken * outputs_bytes)
+        return int(self.kept * graph.outputs_bytes), int(self.taken * graph.outputs_bytes)
 
 
 def with_outside_loss(profile: Profile, memory: LossMemory) -> Profile:

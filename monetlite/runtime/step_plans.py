@@ -24,7 +24,7 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.binding import lacking
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
-from monetlite.core.graph import OperatorGraph, ValueKind
+from monetlite.core.graph import OperatorGraph
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
@@ -295,7 +295,7 @@ class StepPlans:
             return self._first_plan(traced, call, budget)
         except InfeasibleBudget as error:
             if self.before_bytes <= error.budget_bytes:
-                raise self._without_loss(error, next(iter(traced.values()))) from None
+                raise self._without_loss(error, next(iter(traced.values())).graph.outputs_bytes) from None
         return self._first_plan(traced, call, self.before_bytes)
 
     @property
@@ -304,9 +304,8 @@ class StepPlans:
         of_share = self.budget is not None and is_percentage(self.budget)
         return max((schedule.budget_bytes for schedule in self.schedules), default=0) if of_share else 0
 
-    def _without_loss(self, error: InfeasibleBudget, traced: Traced) -> InfeasibleBudget:
+    def _without_loss(self, error: InfeasibleBudget, outputs_bytes: int) -> InfeasibleBudget:
         """The error of a first plan, which says so where a loss outside of the model is not known yet."""
-        outputs_bytes = sum(item.size_bytes for item in traced.graph.values if item.kind is ValueKind.TANGENT)
         if self.outside.memory is not None or outputs_bytes < noteworthy_bytes(error.budget_bytes):
             return error
         return InfeasibleBudget(
