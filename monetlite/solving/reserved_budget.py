@@ -289,7 +289,7 @@ class _Arrangement:
         """True for a legal schedule that runs within the limit, with all of its requests and for some more
         steps."""
         try:
-            found = reserve(self.profile, steps, expandable=True, limit_bytes=self.limit_bytes)
+            found = _reserved(self.profile, steps, self.limit_bytes)
             peak_bytes = simulate(self.profile, steps).peak_bytes
         except IllegalSchedule:
             return False

@@ -1,7 +1,7 @@
 """Compiled code: the evaluation of choices, the moves of simulated annealing, and its loop.
 
 `generate` walks the agenda and recomputes missing values right where they are read, depth first. `price` goes back
-over the steps, derives from the rules of `monetlite.core.schedule` when each version of each value dies, and gives
+over the steps, derives from the rules of `monetlite.core.steps` when each version of each value dies, and gives
 each step the option with the least latency + penalty · overflow. `reserved_bytes` is torch's allocator for a whole
 schedule.
 
