@@ -25,7 +25,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.files.plain_data import json_text
 from monetlite.core.options import SolvingOptions
-from monetlite.core.units import parse_budget
+from monetlite.core.units import check_budget
 
 if TYPE_CHECKING:
     from monetlite.checking.comparison.peer_runs import Comparison
@@ -91,7 +91,7 @@ def compare_command(
 
     chosen = PEERS if peers == "all" else named_peers(_listed(peers))
     for budget in _listed(budgets):
-        parse_budget(budget, plain_peak_bytes=2**40)
+        check_budget(budget)
     device = chosen_device(device, terminal)
     from monetlite.checking.comparison.runner import compare
     from monetlite.reporting.text_comparison import comparison_facts, finished_in_words, left_out, print_comparison

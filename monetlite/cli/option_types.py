@@ -11,7 +11,7 @@ import click
 
 from monetlite.core.devices import require_device
 from monetlite.core.errors import MonetliteError
-from monetlite.core.units import parse_budget
+from monetlite.core.units import check_budget, parse_budget
 from monetlite.models import check_spelling
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _budget(text: str, plain_peak_bytes: int | None = None) -> str:
-    parse_budget(text, plain_peak_bytes)
+def _budget(text: str, check: Callable[[str], object] = check_budget) -> str:
+    check(text)
     return text
 
 
@@ -62,9 +62,9 @@ MODEL_NAME = ReadBy("MODEL", check_spelling)
 """`resnet50`, `hf:gpt2` or `path/to/file.py:build`."""
 DEVICE_NAME = ReadBy("DEVICE", _device)
 """`cpu`, `cuda`, or the name of a device to estimate."""
-BUDGET = ReadBy("SIZE", partial(_budget, plain_peak_bytes=2**40))
+BUDGET = ReadBy("SIZE", _budget)
 """`6GB`, or `50%` of plain training's peak."""
-BUDGET_BYTES = ReadBy("SIZE", _budget)
+BUDGET_BYTES = ReadBy("SIZE", partial(_budget, check=parse_budget))
 """`6GB`, where plain training's peak is not known."""
 IMAGE_SIZE = ReadBy("PIXELS|HxW", _image_size)
 """`224` or `416x608`."""

@@ -74,6 +74,11 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     return int(amount)
 
 
+def check_budget(budget: str | int | float) -> None:
+    """Raise what `parse_budget` raises, where plain training's peak will be known later."""
+    parse_budget(budget, plain_peak_bytes=2**40)
+
+
 def _number(match: re.Match[str]) -> Decimal:
     return Decimal(match[1].replace(",", "."))
 

@@ -23,7 +23,7 @@ from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
-from monetlite.core.units import parse_budget
+from monetlite.core.units import check_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_forward_mode, is_transformed, is_watched
@@ -107,7 +107,7 @@ class ScheduledTraining:
                 f"{schedule!r} stands where a schedule goes; give a budget by its name: budget={schedule!r}"
             )
         if budget is not None:
-            parse_budget(budget, plain_peak_bytes=2**40)
+            check_budget(budget)
         several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
         given = [loaded(item) for item in several]
         if not given and budget is None:

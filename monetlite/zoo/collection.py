@@ -26,7 +26,7 @@ from monetlite.core.files.plain_data import Document, dump_yaml, load_yaml
 from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.core.source import ModelSource
 from monetlite.core.spelling import close_matches, did_you_mean
-from monetlite.core.units import MAX_INTEGER, Amount, Positive, format_bytes, parse_budget
+from monetlite.core.units import MAX_INTEGER, Amount, Positive, check_budget, format_bytes, parse_budget
 
 PREFIX = "zoo:"
 INDEX = "index.yaml"
@@ -279,7 +279,7 @@ def find_entry(text: str, shelf: Shelf) -> ZooEntry:
             f"{text!r:.100} names no schedule; write zoo:resnet50@6GB, or zoo:DEVICE/resnet50@6GB"
         )
     if query["budget"] is not None:
-        parse_budget(query["budget"], 2**40)
+        check_budget(query["budget"])
     of_model = matching(entries, model=query["model"])
     if not of_model:
         known = known_models(query["model"], entries)

@@ -31,7 +31,7 @@ from monetlite.core.options import DEFAULT_IMPLEMENTATIONS, REORDERED_SUMS, Solv
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.core.units import format_bytes, parse_budget
+from monetlite.core.units import check_budget, format_bytes, parse_budget
 from monetlite.fx.torch_internals.torch_pytree import tensors_among
 from monetlite.operators.random import forked_state
 from monetlite.planning.budgets import solve_budget
@@ -118,7 +118,7 @@ def compare(
     if not asked:
         raise BudgetError("no budget was given; write some, as 70%,50% or 6GB")
     for budget in asked:
-        parse_budget(budget, plain_peak_bytes=2**40)
+        check_budget(budget)
     if repeats < 1:
         raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
     chosen = named_peers(peers)
