@@ -34,7 +34,8 @@ from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_cl
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.double_backward import DoubleBackward, Order, RunAgain
-from monetlite.runtime.gradient_batches import run_for_each
+from monetlite.runtime.lowering import WRITTEN_OVER
+from monetlite.runtime.repeated_backward import run_backward
 from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, flat_outputs
 
@@ -88,6 +89,7 @@ class Version:
         schedule: by which it runs, if the step is a whole one.
         order: its chain, empty where the backward program runs as a whole.
         forward, backward: the programs as functions.
+        written_over: positions of the arguments that the backward program writes over.
     """
 
     def __init__(self, number: int, order: Order) -> None:
@@ -96,6 +98,7 @@ class Version:
         self.schedule: Schedule | None = None
         self.forward: Boxed | None = None
         self.backward: Boxed | None = None
+        self.written_over: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -217,7 +220,7 @@ class CapturedStep:
             assert version.backward is not None
             arguments[:0] = sizes
             with without_autocast():
-                results = run_for_each(version.backward, arguments, self._tangents)
+                results = run_backward(version.backward, arguments, self._tangents, version.written_over)
             if not version.order:
                 self.watch(True)
             return results
@@ -251,6 +254,8 @@ class CapturedStep:
         self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
     ) -> Boxed:
         assert self.unused is not None
+        taken = program.graph.find_nodes(op="placeholder")
+        version.written_over = frozenset(at for at, node in enumerate(taken) if WRITTEN_OVER in node.meta)
         self.unused.without_nan(program)
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))

@@ -37,17 +37,20 @@ CAPTURED = "monetlite_captured"
 """Key of a node's `meta`: the name of the tensor of the joint graph that the node stands for."""
 RUN = "monetlite_run"
 """Key of a node's `meta`: the `OperatorRun` that the node is."""
+WRITTEN_OVER = "monetlite_written_over"
+"""Key of a placeholder's `meta`: there if a call of the program takes its memory for a result."""
 UPDATES = "monetlite_updates"
 """Key of a forward output's `meta`: the input's name, by the position of the result with its new contents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRun:
-    """A call of a program: the step of the schedule that it runs, and how often the operator has run before."""
+    """A call of a program: the step that it runs, how often the operator has run before, and what it overwrites."""
 
     call: Call
     step: Step
     number: int
+    overwrites: tuple[int, ...]
 
 
 def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -98,7 +101,12 @@ def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], lis
             implementation = traced_operator.implementations[choice]
             call = implementation.again if index in ran and implementation.again else implementation.call
             assert call is not None, f"{traced_operator.name} can't be executed: it has no call"
-            run = OperatorRun(call=reading_the_batch(call), step=(index, choice), number=ran[index])
+            run = OperatorRun(
+                call=reading_the_batch(call),
+                step=(index, choice),
+                number=ran[index],
+                overwrites=implementation.overwrites,
+            )
             parts[at >= split].append(run)
         ran[index] += 1
     return parts
@@ -208,6 +216,9 @@ class ProgramBuilder:
             call = run.call
             result = self._call(call)
             result.meta[RUN] = run
+            for ref in call.tensors():
+                if ref.value in run.overwrites:
+                    self._bases[storages.base(self._nodes[ref.node])].meta[WRITTEN_OVER] = True
             captured = [None if name is None else self._nodes[name] for name in call.outputs]
             if returns_tensor(call):
                 (node,) = captured

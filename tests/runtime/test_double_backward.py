@@ -2,13 +2,15 @@
 
 import contextlib
 import gc
+import random
 import warnings
 import weakref
 
 import pytest
 import torch
 from small_models import twin
-from step_lists import free_profile, recompute, schedule_of
+from step_lists import free_profile, recompute_at_random, schedule_of, with_random_implementations
+from thoroughness import often
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -229,33 +231,29 @@ def test_gradients_are_differentiated_after_a_pass_that_kept_the_graph():
         assert_trained_alike(plain, planned, step)
 
 
-@pytest.mark.parametrize(
-    ("layers", "implementation"),
-    [
-        pytest.param(lambda: [nn.ReLU()], "inplace", id="written over"),
-        pytest.param(lambda: [nn.SiLU()], "from_bfloat16", id="kernels of monetlite"),
-        pytest.param(lambda: [nn.Dropout(0.3)], "default", id="drawn"),
-    ],
-)
-def test_gradients_in_a_batch_are_those_one_after_another(layers, implementation):
-    """In chosen implementations, which run again before each operator that reads their results."""
-    model = nn.Sequential(nn.Linear(16, 64), *layers(), nn.Linear(64, 2))
-    graph, given = monetlite.trace(model, torch.randn(8, 16)), torch.randn(3, 8, 2)
-    chosen = [
-        next((at for at, item in enumerate(operator.implementations) if item.name == implementation), 0)
-        for operator in graph.operators
-    ]
-    assert implementation == "default" or any(chosen)
-    steps = recompute(graph, lambda _: True, chosen.__getitem__)
+@pytest.mark.parametrize("seed", often(range(20), 5, 12))
+def test_backward_passes_over_one_graph_are_those_of_graphs_of_their_own(seed):
+    """One after another or in a batch, where plans draw again and write over tensors, saved ones among them."""
+    model = nn.Sequential(
+        *(nn.Linear(16, 64), nn.Hardtanh(), nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.3)),
+        *(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Softmax(-1), nn.Linear(64, 2)),
+    )
+    graph, rng = monetlite.trace(model, torch.randn(8, 16)), random.Random(seed)
+    steps = with_random_implementations(graph, recompute_at_random(graph, rng, share=0.1), rng)
     planned = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), steps))
-    parameters, x = list(model.parameters()), torch.randn(8, 16)
-    torch.manual_seed(0)
-    batch = torch.autograd.grad(planned(x), parameters, given, is_grads_batched=True)
-    torch.manual_seed(0)
-    output = planned(x)
-    each = [torch.autograd.grad(output, parameters, gradient, retain_graph=True) for gradient in given]
-    for mine, theirs in zip(batch, zip(*each, strict=True), strict=True):
-        assert torch.equal(mine, torch.stack(theirs))
+    parameters, x, given = list(model.parameters()), torch.randn(8, 16), torch.randn(3, 8, 2)
+
+    def output():
+        torch.manual_seed(0)
+        return planned(x)
+
+    own = [torch.autograd.grad(output(), parameters, gradient) for gradient in given]
+    same = output()
+    in_turn = [torch.autograd.grad(same, parameters, gradient, retain_graph=True) for gradient in given]
+    batch = torch.autograd.grad(output(), parameters, given, is_grads_batched=True)
+    for found in (in_turn, zip(*batch, strict=True)):
+        for mine, theirs in zip(found, own, strict=True):
+            assert all(map(torch.equal, mine, theirs))
 
 
 def test_an_expanded_gradient_in_a_batch():
