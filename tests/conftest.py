@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 from torch.utils import _pytree as pytree
 
 import monetlite
@@ -23,6 +24,16 @@ from monetlite.solving.annealing import compiling
 for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+settings.register_profile(
+    "monetlite",
+    # An example takes as long as the machine's other work makes it.
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    # The same examples in every run, and others where there is time.
+    derandomize="MONETLITE_THOROUGH" not in os.environ,
+)
+settings.load_profile("monetlite")
 
 
 def pytest_configure():
