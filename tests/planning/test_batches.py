@@ -50,6 +50,10 @@ def test_the_limit_is_found_whatever_is_guessed(limit, step, start, guess):
     assert all(batch % step == 0 and batch > 0 for batch in asked)
 
 
+AMPLE = SolvingOptions(time_limit=30)
+"""Time that none of these searches takes: each ends as soon as bounds and schedules meet."""
+
+
 def network():
     layers = [module for _ in range(4) for module in (nn.Linear(256, 256), nn.Tanh())]
     return nn.Sequential(*layers)
@@ -72,7 +76,7 @@ def needs(batch):
 @pytest.mark.parametrize("first", often([1, 700], 1))
 def test_brute_force_agrees(first):
     budget_bytes = 8_000_000
-    found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=2), first=first)
+    found = largest_batch(price, budget_bytes, AMPLE, first=first)
     assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
     assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
     assert found.plain_largest < found.largest
@@ -89,7 +93,7 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=8, step=8)
+    found = largest_batch(price, 8_000_000, AMPLE, first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
 
@@ -102,7 +106,7 @@ def test_few_batches_are_traced_and_the_answer_is_dense(first):
         traced.append(batch)
         return price(batch)
 
-    found = largest_batch(counted, 8_000_000, SolvingOptions(time_limit=1), first=first)
+    found = largest_batch(counted, 8_000_000, AMPLE, first=first)
     assert len(traced) == len(set(traced)) <= 6
     assert {found.largest, found.largest + 1} <= set(traced)
     assert found.proven_impossible == found.largest + 1
@@ -159,8 +163,8 @@ def test_what_is_not_in_proportion_to_the_batch_is_traced():
 
 @pytest.mark.thorough
 def test_where_to_begin_is_only_that():
-    assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=10**9).largest == (
-        largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=700).largest
+    assert largest_batch(price, 8_000_000, AMPLE, first=10**9).largest == (
+        largest_batch(price, 8_000_000, AMPLE, first=700).largest
     )
 
 
