@@ -131,7 +131,7 @@ def test_a_tower_fits_where_no_setting_does(tower: Profile) -> None:
     """The less memory, the more levels: from one run more to several."""
     plain = simulate(tower, plain_steps(tower.graph))
     settings = min(simulate(tower, steps).peak_bytes for steps in checkpointing_settings(tower))
-    deep = planned(tower, 0.5)
+    deep = planned(tower, 10.0)  # the search ends by itself, much sooner
     assert deep is not None
     nested = NestedPlans(deep)
     most: list[int] = []
@@ -149,9 +149,9 @@ def test_the_smallest_budget_is_below_that_of_settings(tower: Profile, monkeypat
     """Without annealing for the smallest peak, which finds as much for a step as small as this."""
     monkeypatch.setattr("monetlite.solving.smallest._lower_in_threads", lambda *of, **by: None)
     settings = min(simulate(tower, steps).peak_bytes for steps in checkpointing_settings(tower))
-    found = smallest_budget(tower, seconds=4.0)
+    found = smallest_budget(tower, seconds=30.0)  # the search ends by itself, much sooner
     assert found.smallest_reached_bytes is not None
-    assert found.smallest_reached_bytes < 0.9 * settings
+    assert found.smallest_reached_bytes < 0.8 * settings
 
 
 def test_plans_of_a_lower_peak_are_looked_for(tower: Profile) -> None:
