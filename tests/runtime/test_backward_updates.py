@@ -93,7 +93,7 @@ def test_five_steps_are_torchs_bit_for_bit_within_the_predicted_peak(build):
     plain = twin(model)
     own = adamw(plain)
     mine = monetlite.step_in_backward(adamw(model))
-    model = monetlite.within(model, budget="80%", time_limit=0.5, **COUNTED)
+    model = monetlite.within(model, budget="80%", time_limit=10, **COUNTED)
     for trained, optimizer in ((plain, own), (model, mine)):
         torch.manual_seed(1)
         with warnings.catch_warnings():
