@@ -28,6 +28,19 @@ from torch import nn
 def build(batch=4):
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(batch, 32)
 """
+SLOW = """
+from monetlite.tracing import operator_graph
+from net import build
+
+once = operator_graph.capture
+
+def again_and_again(*args, **options):
+    while True:
+        once(*args, **options)
+
+operator_graph.capture = again_and_again
+"""
+"""The same model, which is captured until that is interrupted."""
 MODEL = "--model net.py:build"
 COMMANDS = (
     f"solve {MODEL} --device t4 --budget 100% --time-limit 0.3 --output out.yaml",
@@ -358,10 +371,13 @@ def process(*arguments, **options):
 
 @pytest.mark.parametrize("work", ["importing torch", "tracing"])
 def test_ctrl_c_reaches_a_process(work, folder):
-    begun = process(*shlex.split(SOLVE), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    (folder / "slow.py").write_text(SLOW)
+    slow = SOLVE.replace("net.py", "slow.py")
+    begun = process(*shlex.split(slow), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     told = [begun.stderr.readline()]
     while not told[-1].startswith(work):
         told.append(begun.stderr.readline())
+        assert told[-1], told
     begun.send_signal(signal.SIGINT)
     told += begun.stderr
     assert begun.wait() == 4, told
