@@ -38,7 +38,7 @@ def test_runs_keep_to_the_budget_together(inputs):
     plain = network()
     resident_bytes = own_bytes(plain, inputs)
     budget = resident_bytes + int(0.7 * peak_growth_bytes(lambda: triplet(plain, inputs)))
-    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=0.3, wait=True)
+    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=3, wait=True)
     for _ in range(3):
         triplet(trained, inputs)
     assert peak_growth_bytes(lambda: triplet(trained, inputs)) + resident_bytes <= budget
@@ -67,7 +67,7 @@ def test_shares_are_as_large_as_the_runs(order):
     plain = network()
     resident_bytes, twice_bytes = own_bytes(plain, inputs), 2 * own_bytes(plain, [])
     budget = resident_bytes + int(0.7 * peak_growth_bytes(lambda: both(plain)))
-    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=0.3, wait=True)
+    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=3, wait=True)
     for _ in range(3):
         for x in inputs:
             trained(x).square().mean().backward()  # one after the other: this is no share
@@ -84,7 +84,7 @@ def test_a_run_whose_loss_is_left_out_shares_no_budget(inputs):
     plain = network()
     resident_bytes = own_bytes(plain, inputs[:1])
     peak_bytes = resident_bytes + peak_growth_bytes(lambda: plain(inputs[0]).square().mean().backward())
-    trained = monetlite.within(twin(plain), budget=peak_bytes, device="cpu", time_limit=0.3, wait=True)
+    trained = monetlite.within(twin(plain), budget=peak_bytes, device="cpu", time_limit=3, wait=True)
     budgets = set()
     for number in range(6):
         loss = trained(inputs[0] if number != 2 else inputs[0] * torch.nan).square().mean()
@@ -95,7 +95,7 @@ def test_a_run_whose_loss_is_left_out_shares_no_budget(inputs):
 
 
 def test_a_share_of_plain_training_is_one_of_each_run(inputs):
-    trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=0.3, wait=True)
+    trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=3, wait=True)
     for _ in range(3):  # after which the loss is known
         triplet(trained, inputs)
     schedule = monetlite.schedule_of(trained)
