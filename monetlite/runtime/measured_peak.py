@@ -35,8 +35,8 @@ class MeasuredPeak:
         self._ended: Callable[[], None] | None = None
         """Called when the backward pass of the step that is measured ends."""
         self._captured = self._told = False
-        self._found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        """Growths of the steps that were measured, by the shapes of their inputs."""
+        self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
+        """Growths of the steps that were measured, by their planned peaks and the shapes of their inputs."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
     def capture_ends(self) -> None:
@@ -71,7 +71,7 @@ class MeasuredPeak:
             self.drop()
             if ended is None or by is None or seconds_captured() > captured_before:
                 return  # in a step in which another model is captured and planned, that takes memory, too
-            found = self._found.setdefault(shapes, [])
+            found = self._found.setdefault((by.peak_bytes, shapes), [])
             found.append(ended[1])
             if growth.was_late and len(found) < MAX_LATE:
                 return

@@ -384,10 +384,15 @@ def many_programs(kept: int = 0) -> str:
     guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
     anew = "" if kept else "No more are kept, so all are compiled anew. "
-    return (
-        f"programs have been compiled for {kept or MAX_PROGRAMS} different steps of this model{fixed}, for seconds "
-        f"each. {anew}A number, flag or attribute that the forward pass reads, and the shapes of inputs, are fixed "
-        "in a program. Make a value that changes from step to step a tensor (register_buffer, or a tensor "
+    said = f"programs have been compiled for {kept or MAX_PROGRAMS} different steps of this model{fixed}. {anew}"
+    if guard.startswith("len("):
+        return said + (
+            "A list or dictionary to which each step adds makes every step another one. Clear it before each step, "
+            "or add to it in a function of its own with @torch.compiler.disable"
+        )
+    return said + (
+        "Each takes seconds. A number, flag or attribute that the forward pass reads, and the shapes of inputs, "
+        "are fixed in a program. Make a value that changes from step to step a tensor (register_buffer, or an "
         "argument). With a budget, and without compile=True, a number that tensors are only added to, multiplied "
         "or compared with needs no program for each value. Pad inputs to a few sizes"
     )

@@ -351,6 +351,20 @@ def test_sparse_tensors_among_inputs_and_buffers(layout, as_buffer):
             assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_buffer_that_no_forward_pass_reads(layout):
+    """As Whisper has one."""
+    plain, planned = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2))
+    planned.load_state_dict(plain.state_dict())
+    planned.register_buffer("heads", getattr(torch.eye(8), layout)(), persistent=False)
+    wrapper = monetlite.MONeTWrapper(planned, budget="100%", whole=True, **SOLVING)
+    x, found = torch.randn(8, 16), []
+    for model in (plain, wrapper):
+        model(x).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class FillsACache(nn.Module):
     """Fills a dictionary in its first step, so that the next one is captured again."""
 

@@ -168,6 +168,32 @@ def test_numbers_that_change_at_every_step(monkeypatch, change, named):
         assert torch.isfinite(wrapper(x, *given)).all()
 
 
+class Collects(nn.Module):
+    """Keeps something of each step in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(6, 6), []
+
+    def forward(self, x):
+        found = self.layer(x)
+        self.kept.append(found.detach().mean())
+        return found
+
+
+def test_a_list_that_grows_at_every_step(monkeypatch):
+    monkeypatch.setattr(capture, "MAX_PROGRAMS", 2)
+    network, x = Collects(), torch.randn(3, 6)
+    wrapper = wrap(network, x)
+    network.kept.clear()
+    for _ in range(2):
+        wrapper(x).sum().backward()
+    told = r"the last one is for len\(model\.kept\).*Clear it before each step.*torch\.compiler\.disable"
+    with pytest.warns(UserWarning, match=told):
+        wrapper(x).sum().backward()
+    assert len(network.kept) == 3
+
+
 class AssignsData(nn.Module):
     """An update by momentum of weights that the step has read before."""
 
