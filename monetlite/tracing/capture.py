@@ -33,6 +33,7 @@ from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, b
 from monetlite.fx.torch_internals.torch_as_plain import (
     ASKED,
     asked_gradients_left_out,
+    classes_known,
     quotients_kept_whole,
     said_to_be_plain,
 )
@@ -366,6 +367,7 @@ def capture_settings(programs: int | None = None) -> Iterator[None]:
         checks_captured(),
         said_to_be_plain(but_in=_TOLD),
         quotients_kept_whole(),
+        classes_known(),
         dynamo_settings(
             recompile_limit=programs or MAX_PROGRAMS,
             use_numpy_random_stream=True,  # and not torch's generator in its place

@@ -413,3 +413,23 @@ def test_a_gpu_that_is_not_there_is_refused_before_torch_looks_for_it(monkeypatc
         model, x = nn.Linear(4, 4), torch.randn(2, 4)
     with pytest.raises(DeviceError, match="device='rtx-4090'"):
         monetlite.trace(model, x, meta_device="cuda")
+
+
+class AsksForClasses(nn.Module):
+    """As MONAI's U-Nets (`torch.jit.isinstance`) and peft's DoRA do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, skipped=None):
+        if type(self.layer.weight).__module__.startswith("torchao."):
+            raise TypeError
+        x = self.layer(x)
+        return torch.cat([x, skipped], 1) if torch.jit.isinstance(skipped, torch.Tensor) else x
+
+
+def test_what_asks_for_classes_is_captured():
+    x = torch.ones(2, 6)
+    alone, joined = (monetlite.trace(AsksForClasses(), inputs) for inputs in (x, (x, x)))
+    assert len(joined.operators) == len(alone.operators) + 1

@@ -6,6 +6,8 @@
 | `_get_handlers` | `torch.addcdiv` would be three operators, which round otherwise than its kernel |
 | `TensorVariable.method_requires_grad_` | asks for a gradient of what is computed; LoRA would break |
 | `_call_setattr`, `call_setattr` | the same by an attribute, since torch 2.13 and before; T5 would |
+| `GetAttrVariable.call_method` | the name of a class of torch; graphs of peft's DoRA would break |
+| `SkipFunctionVariable.call_function` | `torch.jit.isinstance`; graphs of MONAI's U-Nets would break |
 """
 
 from collections.abc import Callable, Collection
@@ -16,6 +18,8 @@ from unittest import mock
 import torch
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables import builtin as _builtin
+from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from monetlite.fx.torch_internals.patching import patched
@@ -28,6 +32,8 @@ _SETS: Any = getattr(_builtin, "SetAttrBuiltinVariable", _builtin.BuiltinVariabl
 _SETTER = "_call_setattr" if hasattr(_SETS, "_call_setattr") else "call_setattr"
 _set_attribute = getattr(_SETS, _SETTER)
 _method_requires_grad = TensorVariable.method_requires_grad_
+_call_method = GetAttrVariable.call_method
+_call_skipped = SkipFunctionVariable.call_function
 
 
 def said_to_be_plain(but_in: Collection[str]) -> AbstractContextManager[None]:
@@ -90,3 +96,28 @@ def asked_gradients_left_out() -> AbstractContextManager[None]:
         mock.patch.object(TensorVariable, "method_requires_grad_", by_method),
         mock.patch.object(_SETS, _SETTER, by_attribute),
     )
+
+
+def classes_known() -> AbstractContextManager[None]:
+    """Have captures know the names of torch's classes, and `torch.jit.isinstance`, for the time of a block."""
+
+    def call_method(self: Any, translator: Any, name: str, *arguments: Any) -> Any:
+        owner = getattr(self.obj, "value", None)
+        if isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
+            return ConstantVariable.create(getattr(owner, self.name)).call_method(translator, name, *arguments)
+        return _call_method(self, translator, name, *arguments)
+
+    def call_skipped(self: Any, translator: Any, given: Any, options: Any) -> Any:
+        if self.value is torch.jit.isinstance and len(given) == 2 and _is_class(given[1]):
+            return _builtin.BuiltinVariable(isinstance).call_function(translator, given, options)
+        return _call_skipped(self, translator, given, options)
+
+    return patched(
+        mock.patch.object(GetAttrVariable, "call_method", call_method),
+        mock.patch.object(SkipFunctionVariable, "call_function", call_skipped),
+    )
+
+
+def _is_class(variable: Any) -> bool:
+    """True for a class, and not for a type with parameters (`list[int]`), of which elements are looked at."""
+    return isinstance(getattr(variable, "value", getattr(variable, "fn", None)), type)

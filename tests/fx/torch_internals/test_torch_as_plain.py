@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from monetlite.fx.torch_internals.torch_as_plain import asked_gradients_left_out, said_to_be_plain
+from monetlite.fx.torch_internals.torch_as_plain import asked_gradients_left_out, classes_known, said_to_be_plain
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +63,37 @@ def test_a_gradient_of_an_argument_is_not_left_out(ask: Any) -> None:
 
     with asked_gradients_left_out(), pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+class Kind:
+    """A class of a person's own."""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x, _: type(x).__module__.startswith("torch"),
+        lambda x, _: type(x).__module__.startswith("torchao."),
+        lambda x, _: type(x).__name__.lower() == "parameter",
+        lambda x, _: torch.jit.isinstance(x, torch.Tensor),
+        lambda x, _: torch.jit.isinstance(x, torch.nn.Module),
+        lambda _, kind: torch.jit.isinstance(kind, Kind),
+        lambda _, kind: torch.jit.isinstance(kind.__class__, int),
+    ],
+)
+def test_classes_are_known(ask: Any) -> None:
+    def run(x: torch.Tensor, kind: Kind) -> torch.Tensor:
+        return x * 2 if ask(x, kind) else x * 3
+
+    x, kind = torch.nn.Parameter(torch.ones(1)), Kind()
+    with classes_known():
+        found = torch.compile(run, backend="eager", fullgraph=True)(x, kind)
+    assert torch.equal(found, run(x, kind))
+
+
+def test_elements_are_not_told_by_classes() -> None:
+    def run(x: list[torch.Tensor]) -> torch.Tensor:
+        return x[0] * 2 if torch.jit.isinstance(x, list[torch.Tensor]) else x[0] * 3
+
+    with classes_known():
+        assert torch.compile(run, backend="eager")([torch.ones(1)]).item() == 2
