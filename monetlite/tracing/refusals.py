@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from monetlite.core.errors import ModelRaises, MonetliteError, TraceError, first_line
+from monetlite.fx.torch_internals.torch_dynamo import skipped_function
 from monetlite.tracing.names import is_own_file
 
 NO_LINE = "the model"
@@ -115,7 +116,8 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
         )
     else:
         reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
-        said = (reason or f"{first_line(error)}. {_ON_DATA}").rstrip(".")
+        skipped = skipped_function(text)
+        said = (reason or skipped or f"{first_line(error)}. {_ON_DATA}").rstrip(".")
     return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
 
 

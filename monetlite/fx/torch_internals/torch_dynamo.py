@@ -32,6 +32,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import re
 import sys
 import types
 from collections import Counter
@@ -83,6 +84,7 @@ _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 _CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous", "view", "reshape", "expand", "clone")
 """Methods after which a tensor of ones is still one."""
 _ONES = (torch.ones, torch.ones_like, "new_ones")
+_SKIPPED = re.compile(r"function marked as skipped.*?the function `(\w+)` in file `([^`]+)`", re.DOTALL)
 _log = logging.getLogger("torch._dynamo")
 _files_captured = trace_rules.get_legacy_mod_inlinelist
 _call_function = UserFunctionVariable.call_function
@@ -436,8 +438,16 @@ def break_reason(graph: fx.GraphModule) -> Any:
 
 def reason_text(reason: Any) -> str:
     """A break's reason in a line. TorchDynamo has two names for a branch on data, one of which is internal."""
-    text = str(reason.reason).partition("\n")[0]
-    return "Data-dependent branching" if text.startswith("generic_jump ") else text
+    text = str(reason.reason)
+    if text.startswith("generic_jump "):
+        return "Data-dependent branching"
+    return skipped_function(text) or text.partition("\n")[0]
+
+
+def skipped_function(text: str) -> str:
+    """The reason that a text gives, if it is a function that TorchDynamo leaves alone; else empty."""
+    found = _SKIPPED.search(text)
+    return "" if found is None else f"TorchDynamo does not look into {found[1]} ({found[2]})"
 
 
 def draws_like_numpy(node: fx.Node) -> bool:

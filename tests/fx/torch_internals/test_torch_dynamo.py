@@ -11,6 +11,7 @@ import pytest
 import torch
 from noted_graphs import Graphs
 from torch import fx, nn
+from torch.ao.quantization.quantize import get_default_custom_config_dict
 
 from monetlite.fx.torch_internals import torch_dynamo
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -23,6 +24,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     left_alone,
     reason_text,
     recompile_reason,
+    skipped_function,
     while_compiling,
 )
 
@@ -275,6 +277,15 @@ def test_ones_that_are_made_are_left_out_unless_they_are_written_to() -> None:
         assert torch.equal(found.double(), function(x).double())
         (graph,) = graphs.all
         assert sum(node.target is operator.mul for node in graph.graph.nodes) == calls, function.__name__
+
+
+def test_a_function_that_is_left_alone_is_named() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * len(get_default_custom_config_dict())
+
+    with pytest.raises(Exception, match="skipped") as refused:
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
+    assert "does not look into get_default_custom_config_dict (" in skipped_function(str(refused.value))
 
 
 def test_a_branch_on_data_has_one_name_wherever_it_is() -> None:
