@@ -32,18 +32,17 @@ def run_backward(program: Boxed, arguments: list[Any], gradients: int, written_o
             for at in written_over:
                 arguments[at] = arguments[at].clone()
         return program(arguments)
-    batches = [gradients_of(item) if is_batch_of(item) else None for item in arguments]
-    number_of_runs = max(len(batch) for batch in batches if batch is not None)
-
-    def given(at: int, number: int) -> Any:
-        batch = batches[at]
-        item = arguments[at] if batch is None else batch[number]
-        return item.clone() if at in written_over else item
-
-    runs = [[given(at, number) for at in range(len(batches))] for number in range(number_of_runs)]
+    saved, batches = list(arguments), [gradients_of(item) if is_batch_of(item) else None for item in arguments]
     arguments.clear()
+
+    def given(number: int) -> list[Any]:
+        items = [item if batch is None else batch[number] for item, batch in zip(saved, batches, strict=True)]
+        return [item.clone() if at in written_over else item for at, item in enumerate(items)]
+
+    size = max(len(batch) for batch in batches if batch is not None)
     with without_batches():
-        return [_together(results) for results in zip(*map(program, runs), strict=True)]
+        each = [program(given(number)) for number in range(size)]
+    return [_together(results) for results in zip(*each, strict=True)]
 
 
 def _together(results: Sequence[Any]) -> Any:
