@@ -20,7 +20,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_aot import descriptors, may_come_again
-from monetlite.fx.torch_internals.torch_dispatch import changes_of_each, is_batch_of
+from monetlite.fx.torch_internals.torch_dispatch import changes_of_each, gradients_of, is_batch_of
 from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.operators.random import drawing_from, is_random, rng_state
 from monetlite.runtime.backward_parts import RUN
@@ -183,7 +183,9 @@ class DoubleBackward:
             return tuple(None if one is None else gradient for one, gradient in zip(made, kept, strict=True))
 
         handle = node.register_hook(exchange)
-        return None
+        # AOTAutograd lays out what the program gets, and can't do so with a gradient that has one, or with a batch.
+        of_one = (gradients_of(item)[0] if is_batch_of(item) else item for item in gradients)
+        return tuple(None if item is None else item.detach() for item in of_one)
 
     def _outputs(
         self, arguments: Sequence[Any], returned: Sequence[Any], gradients: Sequence[Any]

@@ -402,7 +402,8 @@ class PiecewiseTraining:
     def _learn(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
         if self._settling and self._plan is not None:
-            final = self._planning is None and recorded.runs_as(self._plan.recorded)
+            # A pass that comes again keeps more than a plan counts, which no other plan would mend.
+            final = self._planning is None and recorded.runs_as(self._plan.recorded) and not recorded.repeats
             if final and not self._settle(recorded) and self._records < MAX_RECORDS:
                 self._records += 1
                 self._plan_for(recorded)

@@ -83,6 +83,7 @@ class RecordedStep:
         in_order: False where that is why.
         growth_bytes: most memory of the step until its backward pass ends, beyond what is in use when it begins.
         seconds: its time; `capture_seconds` of it went into captures.
+        repeats: whether backward parts kept what they read for another pass, or ran for a batch of gradients.
     """
 
     given: Given
@@ -93,6 +94,7 @@ class RecordedStep:
     growth_bytes: int
     seconds: float = 0.0
     capture_seconds: float = 0.0
+    repeats: bool = False
 
     @property
     def peak_bytes(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from monetlite.core.joining import LetGo, OutsideCode
-from monetlite.fx.torch_internals.torch_aot import when_backward_ends
-from monetlite.fx.torch_internals.torch_dispatch import watched, weak_storage
+from monetlite.fx.torch_internals.torch_aot import may_come_again, when_backward_ends
+from monetlite.fx.torch_internals.torch_dispatch import in_batches, watched, weak_storage
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.memory_records import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece
@@ -60,7 +60,7 @@ class StepRecord:
             for item in parameters
             if item.requires_grad and item.is_leaf
         ]
-        self._forward_ended = self._in_backward = False
+        self._forward_ended = self._in_backward = self._repeats = False
         self._seen: list[tuple[_Watched, _Watched]] = []
         """Inputs and outputs of each run, by position, as they were when it ended."""
         self._made: list[dict[Any, int]] = []
@@ -139,6 +139,7 @@ class StepRecord:
                 self._gone_backward[number] = self._let_go_since()
                 self._memory.mark(f"backward {number} ends")
             return
+        self._repeats |= may_come_again() or in_batches()
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
             if not self._in_backward:
@@ -190,6 +191,7 @@ class StepRecord:
             runs=self._runs,
             in_order=in_order,
             growth_bytes=growth_bytes,
+            repeats=self._repeats,
         )
         if not planned or not in_order:
             return step

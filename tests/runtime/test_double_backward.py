@@ -266,3 +266,21 @@ def test_an_expanded_gradient_in_a_batch():
     )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_an_expanded_gradient_is_differentiated_again(batch):
+    """At first, too: one that requires a gradient itself, and a batch, which AOTAutograd can't lay out."""
+    plain, x = perceptron(), torch.randn(8, 32, requires_grad=True)
+    planned = monetlite.within(twin(plain), budget="100%", time_limit=0.3)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for model in (planned, plain):
+            y = model(x).sum(0)
+            if batch:
+                (slope,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, create_graph=True)
+            else:
+                (slope,) = torch.autograd.grad(y.sum().square(), x, create_graph=True)
+            found.append(torch.autograd.grad(slope.square().sum(), x)[0])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -480,3 +480,42 @@ class _Held:
 
 def _unchanged(_held, gradients):
     return gradients
+
+
+class Forked(nn.Module):
+    """Two outputs of a body with a break in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = mlp(), nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x):
+        x = self.body(x)
+        x = x * (2.0 if x.mean().item() > 1e9 else 0.5)
+        return [head(x) for head in self.heads]
+
+
+@pytest.mark.parametrize("again", ["second pass", "batch"])
+def test_what_later_passes_keep_is_no_reason_to_plan_again(again, monkeypatch):
+    """The plan, which no other one could better, stays; training does not end for want of one."""
+    settled, settle = [], PiecewiseTraining._settle
+    monkeypatch.setattr(PiecewiseTraining, "_settle", lambda *of: settled.append(of) or settle(*of))
+    plain, x = Forked(), torch.randn(1024, 16)
+    planned = monetlite.within(twin(plain), budget="80%", time_limit=0.5, wait=True)
+
+    def gradients(model, number):
+        torch.manual_seed(number)
+        one, two = (output.square().mean() for output in model(x))
+        parameters = list(model.parameters())
+        if again == "batch":
+            return torch.autograd.grad((one, two), parameters, (torch.ones(3),) * 2, is_grads_batched=True)
+        first = torch.autograd.grad(one + two, parameters, retain_graph=True)
+        return [*first, *torch.autograd.grad(one + two, parameters)]
+
+    for number in range(8):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found = gradients(planned, number)
+        for mine, theirs in zip(found, gradients(plain, number), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert not settled

@@ -183,6 +183,13 @@ def gradients_of(batch: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch._remove_batch_dim(batch, 1, 1, 0).unbind()
 
 
+def in_batches() -> bool:
+    """True in the thread that asks for gradients in a batch."""
+    nesting = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return nesting > 1
+
+
 @contextlib.contextmanager
 def without_batches() -> Iterator[None]:
     """Numbers may be drawn in the block, which PyTorch refuses where gradients are computed in a batch."""

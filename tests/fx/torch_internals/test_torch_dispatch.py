@@ -22,6 +22,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     failures_unlogged,
     faked_by,
     gradients_of,
+    in_batches,
     is_batch_of,
     is_forward_mode,
     is_traced,
@@ -305,7 +306,7 @@ def test_gradients_in_a_batch_are_told_and_taken_apart() -> None:
     y = x * 2
 
     def note(gradient: torch.Tensor) -> torch.Tensor | None:
-        found.append(is_batch_of(gradient))
+        found.append((is_batch_of(gradient), in_batches()))
         with without_batches():
             torch.rand(1)
         return batch_of([3 * item for item in gradients_of(gradient)]) if is_batch_of(gradient) else None
@@ -314,4 +315,4 @@ def test_gradients_in_a_batch_are_told_and_taken_apart() -> None:
     (batch,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
     y.sum().backward()
     assert torch.equal(batch, 6 * torch.eye(2))
-    assert found == [True, False]
+    assert found == [(True, True), (False, False)]
