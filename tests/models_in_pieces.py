@@ -82,7 +82,7 @@ def note_unplanned(monkeypatch):
 
     def noted(self):
         ends(self)
-        found.append(self._unplanned_runs)
+        found.append(self._step.unplanned_runs)
 
     monkeypatch.setattr(PiecewiseTraining, "forward_ends", noted)
     return found

@@ -33,7 +33,7 @@ class Breaks:
         self._lines: dict[str, None] = {}
         self._unplanned: dict[str, None] = {}
         self._last_line = ""
-        self._told_of_runs = False
+        self._told_of_pieces = self._told_of_runs = False
         self._capturing = 0
 
     def note(self, graph: fx.GraphModule) -> None:
@@ -59,6 +59,9 @@ class Breaks:
 
     def warn_of_pieces(self, recorded: RecordedStep, ignored: str) -> None:
         """Say what the pieces are, how much of the step is planned, and what options are ignored."""
+        if self._told_of_pieces:
+            return
+        self._told_of_pieces = True
         outside = sum(item.forward_ms + item.backward_ms for item in recorded.outside) / 1e3
         captured = recorded.capture_seconds  # between pieces
         share = 1 - max(0.0, outside - captured) / max(1e-9, recorded.seconds - captured)

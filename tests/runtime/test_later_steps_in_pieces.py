@@ -24,6 +24,7 @@ from monetlite.core.errors import InfeasibleBudget
 from monetlite.profiling.memory_records import is_profiling
 from monetlite.runtime import breaks, model_in_pieces
 from monetlite.runtime.pieces import PiecewiseTraining
+from monetlite.runtime.pieces_planning import PiecesPlanning
 
 
 class ScalesByAMean(nn.Module):
@@ -498,8 +499,8 @@ class Forked(nn.Module):
 @pytest.mark.parametrize("again", ["second pass", "batch"])
 def test_what_later_passes_keep_is_no_reason_to_plan_again(again, monkeypatch):
     """The plan, which no other one could better, stays; training does not end for want of one."""
-    settled, settle = [], PiecewiseTraining._settle
-    monkeypatch.setattr(PiecewiseTraining, "_settle", lambda *of: settled.append(of) or settle(*of))
+    settled, settle = [], PiecesPlanning.settle
+    monkeypatch.setattr(PiecesPlanning, "settle", lambda *of: settled.append(of) or settle(*of))
     plain, x = Forked(), torch.randn(1024, 16)
     planned = monetlite.within(twin(plain), budget="80%", time_limit=0.5, wait=True)
 

@@ -20,9 +20,11 @@ import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import IllegalSchedule, InfeasibleBudget, TraceError
 from monetlite.core.steps import check_legal, plain_steps
+from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import MAX_PIECES
 from monetlite.planning.beside_training import PlanningBesideTraining
-from monetlite.runtime import pieces
+from monetlite.runtime import pieces, pieces_planning
+from monetlite.runtime.pieces_planning import PiecesPlanning
 
 MODELS = {
     "reads a mean": (ReadsAMean, lambda: (torch.randn(64, 16),)),
@@ -537,10 +539,37 @@ class InPlace(PlanningBesideTraining):
 
 
 def test_inputs_that_are_laid_out_otherwise_are_plain_training_s(monkeypatch):
-    monkeypatch.setattr(pieces, "PlanningBesideTraining", InPlace)
+    monkeypatch.setattr(pieces_planning, "PlanningBesideTraining", InPlace)
     plain = AddsLaidOutOtherwise()
     planned = monetlite.within(twin(plain), budget="100%", device="rtx-3090")
     for number in range(6):
         x = torch.randn(16, 32, 16).transpose(1, 2) if number < 4 else torch.randn(16, 8, 32)
         assert_same(step(planned, (x,)), step(plain, (x,)), within=1e-6)
     assert monetlite.schedule_of(planned).choices.implementations["piece2.add"] == "inplace"
+
+
+def test_the_error_of_a_budget_that_order_leaves_too_little_of_names_the_whole(monkeypatch):
+    class FailsWithLess(InPlace):
+        taken_bytes = 0
+
+        def take_off(self, size_bytes):
+            self.taken_bytes += size_bytes
+
+        def first(self, *, settle=True):
+            if self.taken_bytes:
+                raise InfeasibleBudget("nothing fits", budget_bytes=1, proven_bytes=2, reached_bytes=10**6)
+            return super().first(settle=settle)
+
+    monkeypatch.setattr(pieces_planning, "PlanningBesideTraining", FailsWithLess)
+    monkeypatch.setattr(PiecesPlanning, "_peak_bytes", lambda self, schedule: self._budget_bytes + 5000)
+    planned = monetlite.within(AddsLaidOutOtherwise(), budget="100%", device="rtx-3090")
+    x = torch.randn(16, 32, 16).transpose(1, 2)
+    for _ in range(2):
+        step(planned, (x,))
+    with pytest.raises(InfeasibleBudget) as caught:
+        planned(x)
+    budget_bytes = caught.value.budget_bytes
+    assert budget_bytes > 10**5
+    assert caught.value.reached_bytes == 10**6 + 5000
+    assert f"within the budget of {format_bytes(budget_bytes)} take up to 5 kB more" in str(caught.value)
+    assert "Raise it to about 1 MB (1005000 bytes). Within what is left: nothing fits" in str(caught.value)
