@@ -3,7 +3,6 @@
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ from monetlite.checking.comparison.checkpoint_blocks import checkpointed, select
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
 from monetlite.core.units import format_bytes
-from monetlite.fx.torch_internals.torch_auto_sac import REQUIRED, AutoSac, auto_sac
+from monetlite.fx.torch_internals.torch_auto_sac import PACKAGES, AutoSac, auto_sac, lacks_packages
 from monetlite.operators.traits import aten_name
 
 SHARES_OF_PEAK = (0.85, 0.7, 0.55, 0.4)
@@ -26,8 +25,8 @@ def planned_by_torch(plain: Trainee) -> list[Contender]:
     Raises:
         Unsupported: packages are missing, or the planner can't take the model.
     """
-    if missing := [name for name in REQUIRED if find_spec(name) is None]:
-        raise Unsupported(f"its solver needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if lacks_packages():
+        raise Unsupported(f"its solver needs other packages: pip install {PACKAGES}")
     model = copy_of(plain.model)
     wrap_blocks(model, lambda forward: forward)
     blocks = [name for name, module in model.named_modules() if name and "forward" in vars(module)]

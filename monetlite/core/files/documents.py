@@ -4,6 +4,7 @@ Reading, validating, writing and the JSON Schema of a kind of file all follow fr
 """
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Iterator
 from enum import Enum
@@ -69,6 +70,8 @@ def json_schema(kind: type[Document], title: str, description: str) -> dict[str,
     schema: dict[str, Any] = msgspec.json.schema(kind)
     for item in schema["$defs"].values():
         item.pop("title", None)
+        if "description" in item:
+            item["description"] = inspect.cleandoc(item["description"])  # Python 3.13 does so by itself
         if "properties" in item:
             item["additionalProperties"] = False
     head: dict[str, Any] = {

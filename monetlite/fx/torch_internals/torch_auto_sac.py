@@ -14,6 +14,7 @@ If one is missing, the planner can't be compared with.
 
 import contextlib
 import copy
+import importlib
 import io
 import logging
 import statistics
@@ -31,8 +32,8 @@ from torch.utils._mode_utils import no_dispatch
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 
-REQUIRED = ("pulp", "pwlf")
-"""Packages that the planner imports, and that torch doesn't bring."""
+PACKAGES = "'pulp<4' pwlf"
+"""Packages that the planner imports, and that torch doesn't bring, as pip takes them."""
 _REPEATS = 3
 
 
@@ -70,6 +71,16 @@ class AutoSac:
             saved = sac_ilp.get_optimal_checkpointing_policy_per_module(of, 1 - discarded)
             found[name.removeprefix(f"{root}.")] = list(zip(of.func_names, map(bool, saved), strict=True))
         return found
+
+
+def lacks_packages() -> bool:
+    """True if a package that the planner imports is missing, or is another than it needs."""
+    try:
+        for name in ("pwlf", "torch.distributed._tools.sac_ilp"):
+            importlib.import_module(name)
+    except ImportError:
+        return True
+    return False
 
 
 def auto_sac(model: nn.Module, inputs: Any, step: Callable[[nn.Module, Any], object], device: str) -> AutoSac:
