@@ -34,8 +34,6 @@ settings.register_profile(
     derandomize="MONETLITE_THOROUGH" not in os.environ,
 )
 settings.load_profile("monetlite")
-# On Python 3.13.0 alone: torch says in each capture that 3.13.1 is faster, and tests count warnings.
-torch._dynamo.config.issue_3_13_0_warning = False
 
 
 def pytest_configure():
