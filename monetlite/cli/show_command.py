@@ -331,7 +331,7 @@ def _draw(
             figure, rows, facts = draw_choices(analysis), choices_rows(analysis), choices_facts(analysis)
         else:
             from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
-            from monetlite.reporting.text_solve import print_tradeoff, tradeoff_facts, tradeoff_rows
+            from monetlite.reporting.text_tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
 
             if not was_given("time_limit"):
                 solving = replace(solving, time_limit=points * POINT_SECONDS)

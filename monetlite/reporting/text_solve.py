@@ -1,6 +1,6 @@
-"""The text of `monetlite solve` and `show --kind tradeoff`, and their facts for `--json`."""
+"""The text of `monetlite solve`, and its facts for `--json`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,13 +15,12 @@ from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
-from monetlite.reporting.analysis import Analysis, budget_in_words
+from monetlite.reporting.analysis import budget_in_words
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 if TYPE_CHECKING:
-    from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
+    from monetlite.planning.tradeoff import Tradeoff  # imports the search
 
-OURS = "monetlite"
 CLOSE, SLOW = 1.25, 1.0
 """Budget over the smallest that was reached, and overhead, up to and from which more memory is advised."""
 _TOLD = (
@@ -123,16 +122,17 @@ def _extra_runs(schedule: Schedule) -> int:
 
 def smallest_budget(schedule: Schedule) -> str:
     """The smallest feasible budget, as far as it is known, and a word on what a budget close to it costs."""
-    reached_bytes, proven_bytes = schedule.smallest_reached_bytes, schedule.smallest_proven_bytes
+    reached_bytes = schedule.smallest_reached_bytes
+    close = reached_bytes and schedule.budget_bytes < CLOSE * reached_bytes and schedule.overhead > SLOW
+    advice = "; this close to it, a little more memory may save much time" if close else ""
+    return smallest_in_words(schedule) + advice
+
+
+def smallest_in_words(found: "Schedule | Tradeoff") -> str:
+    """The smallest feasible budget, as far as it is known."""
+    reached_bytes, proven_bytes = found.smallest_reached_bytes, found.smallest_proven_bytes
     if reached_bytes is None:
         return f"at least {format_bytes(proven_bytes)}"
-    close = schedule.budget_bytes < CLOSE * reached_bytes and schedule.overhead > SLOW
-    advice = "; this close to it, a little more memory may save much time" if close else ""
-    return _smallest(reached_bytes, proven_bytes) + advice
-
-
-def _smallest(reached_bytes: int, proven_bytes: int) -> str:
-    """The smallest feasible budget, as far as it is known."""
     if reached_bytes <= proven_bytes:
         return f"{format_bytes(reached_bytes)} (proven)"
     return f"between {format_bytes(proven_bytes)} (proven) and {format_bytes(reached_bytes)} (reached)"
@@ -256,89 +256,3 @@ def _beyond(found: BatchLimit) -> str:
 
 def format_rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 999.5 else f"{samples_per_s:.0f}"
-
-
-def tradeoff_rows(tradeoff: "Tradeoff") -> Iterator[dict[str, Any]]:
-    """Every point: its method, budget, peak and step time, and the bound if there is one."""
-
-    def row(name: str, point: "TradeoffPoint | None", budget_bytes: int | None, **more: Any) -> dict[str, Any]:
-        return {
-            "method": name,
-            "budget_bytes": budget_bytes,
-            "peak_bytes": None if point is None else point.peak_bytes,
-            "latency_ms": None if point is None else point.latency_ms,
-            "overhead": None if point is None else tradeoff.overhead(point.latency_ms),
-            "lower_bound_ms": more.get("lower_bound_ms"),
-            "status": more.get("status"),
-        }
-
-    yield row("plain training", tradeoff.plain, None)
-    yield row("this schedule", tradeoff.own, None)
-    for item in tradeoff.budgets:
-        yield row(OURS, item.best, item.budget_bytes, lower_bound_ms=item.lower_bound_ms, status=str(item.status))
-    for name, points in tradeoff.others.items():
-        for point in points:
-            yield row(name, point, point.budget_bytes)
-
-
-def single_points(tradeoff: "Tradeoff") -> dict[str, "TradeoffPoint"]:
-    """Points that stand alone, by name: plain training, the schedule, and baselines that take no budget."""
-    alone = {
-        name: point for name, points in tradeoff.others.items() for point in points if point.budget_bytes is None
-    }
-    return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
-
-
-def tradeoff_facts(tradeoff: "Tradeoff") -> dict[str, Any]:
-    """The same for `--json`, with the smallest budget and the time limits."""
-    return {
-        "smallest_proven_bytes": tradeoff.smallest_proven_bytes,
-        "smallest_reached_bytes": tradeoff.smallest_reached_bytes,
-        "time_limit_s": tradeoff.time_limit,
-        "baseline_time_limit_s": tradeoff.baseline_seconds,
-        "points": list(tradeoff_rows(tradeoff)),
-    }
-
-
-def tradeoff_table(tradeoff: "Tradeoff") -> tuple[list[str], list[tuple[str, ...]]]:
-    """Columns, and a row for each budget: the overhead, the bound on it, and the baselines' overhead within it."""
-    names = [name for name, points in tradeoff.others.items() if any(point.budget_bytes for point in points)]
-
-    def within(name: str, budget_bytes: int) -> "TradeoffPoint | None":
-        return next((point for point in tradeoff.others[name] if point.budget_bytes == budget_bytes), None)
-
-    rows = [
-        (
-            format_bytes(item.budget_bytes),
-            f"{item.budget_bytes / tradeoff.plain.peak_bytes:.0%}",
-            "nothing found" if item.best is None else format_ms(item.best.latency_ms),
-            overhead_in_words(tradeoff, item.best),
-            f"{tradeoff.overhead(item.lower_bound_ms):+.1%}",
-            *(overhead_in_words(tradeoff, within(name, item.budget_bytes)) for name in names),
-        )
-        for item in tradeoff.budgets
-    ]
-    return ["budget", "of plain", "step", "overhead", "at least", *names], rows
-
-
-def overhead_in_words(tradeoff: "Tradeoff", point: "TradeoffPoint | None") -> str:
-    return "" if point is None else f"{tradeoff.overhead(point.latency_ms):+.1%}"
-
-
-def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -> None:
-    """The table of budgets, and points that have none."""
-    title = f"{analysis.title}: step time over plain training's, costs {analysis.costs}"
-    console.print(title, style="bold", markup=False)
-    console.print(figures_table(*tradeoff_table(tradeoff)))
-    lines = [f"plain training: {format_bytes(tradeoff.plain.peak_bytes)}, {format_ms(tradeoff.plain.latency_ms)}"]
-    lines += [
-        f"{name}: {format_bytes(point.peak_bytes)}, {overhead_in_words(tradeoff, point)}"
-        for name, point in single_points(tradeoff).items()
-        if point is not tradeoff.plain
-    ]
-    console.print("\n" + "; ".join(lines))
-    console.print(f"smallest budget: {smallest_in_words(tradeoff)}")
-
-
-def smallest_in_words(tradeoff: "Tradeoff") -> str:
-    return _smallest(tradeoff.smallest_reached_bytes, tradeoff.smallest_proven_bytes)

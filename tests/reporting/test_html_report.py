@@ -21,7 +21,7 @@ from monetlite.reporting.analysis_alternatives import Around
 from monetlite.reporting.html import write_report
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.text_explain import explanation_facts, print_explanation
-from monetlite.reporting.text_solve import tradeoff_table
+from monetlite.reporting.text_tradeoff import tradeoff_table
 
 
 def alive(breakdown: StepAnalysis, step: int):

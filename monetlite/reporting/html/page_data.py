@@ -12,7 +12,7 @@ from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, 
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import step_number
 from monetlite.reporting.analysis import Analysis
-from monetlite.reporting.text_solve import OURS, single_points
+from monetlite.reporting.text_tradeoff import OURS, single_points
 
 if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search

@@ -19,7 +19,8 @@ from monetlite.reporting.html.explanation_html import HtmlWriter, html_text, row
 from monetlite.reporting.html.page_data import page_data, tradeoff_data
 from monetlite.reporting.palette import page_colours
 from monetlite.reporting.text_explain import write_explanation
-from monetlite.reporting.text_solve import exactness, smallest_in_words, tradeoff_table
+from monetlite.reporting.text_solve import exactness, smallest_in_words
+from monetlite.reporting.text_tradeoff import tradeoff_table
 
 if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff  # imports the search

@@ -22,7 +22,8 @@ from monetlite.reporting.plots.drawing import (
     styled,
 )
 from monetlite.reporting.plots.point_labels import Label, place_labels
-from monetlite.reporting.text_solve import OURS, single_points, smallest_in_words
+from monetlite.reporting.text_solve import smallest_in_words
+from monetlite.reporting.text_tradeoff import OURS, single_points
 
 WIDTH, HEIGHT = 10.0, 6.4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65
