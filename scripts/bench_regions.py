@@ -148,7 +148,7 @@ def measure(name: str, shares: list[float], rounds: int, time_limit: float) -> d
     from monetlite.checking.comparison.bench import Bench, environment
     from monetlite.checking.comparison.peer_runs import Peer
     from monetlite.checking.comparison.peers import Contender, inductor
-    from monetlite.checking.comparison.runner import scheduled
+    from monetlite.checking.comparison.scheduled_peers import scheduled
     from monetlite.checking.trainee import default_loss
     from monetlite.core.errors import InfeasibleBudget
     from monetlite.core.options import split_options

@@ -70,7 +70,7 @@ from monetlite.checking.comparison.bench import (  # noqa: E402
 )
 from monetlite.checking.comparison.peer_runs import TITLES, Peer  # noqa: E402
 from monetlite.checking.comparison.peers import by_blocks, inductor  # noqa: E402
-from monetlite.checking.comparison.runner import scheduled  # noqa: E402
+from monetlite.checking.comparison.scheduled_peers import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
 from monetlite.core.files.atomic import write_atomically  # noqa: E402
 from monetlite.core.schedule import Schedule  # noqa: E402

@@ -16,8 +16,8 @@ from thoroughness import often
 from torch import nn
 
 import monetlite
+from monetlite.checking.comparison import contest, runner, scheduled_peers
 from monetlite.checking.comparison import peers as other_ways
-from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
 from monetlite.checking.comparison.checkpoint_blocks import wrap_blocks
 from monetlite.checking.comparison.peer_runs import PEERS, Comparison, Peer, PeerRun, standings
@@ -189,7 +189,7 @@ def test_the_quick_default_says_what_it_leaves_out(folder, monkeypatch):
 
 def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     """A solve takes Ctrl-C for the end of its time; the comparison ends."""
-    solve_layouts = runner.solve_layouts
+    solve_layouts = scheduled_peers.solve_layouts
 
     def interrupted(*args, **kwargs):
         try:
@@ -198,7 +198,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
             return solve_layouts(*args, **kwargs)
         pytest.fail("not interrupted")
 
-    monkeypatch.setattr(runner, "solve_layouts", interrupted)
+    monkeypatch.setattr(scheduled_peers, "solve_layouts", interrupted)
     before = signal.getsignal(signal.SIGINT)
     result = run("--model", "net.py:build", "--peers", "gist", *QUICK, "--output", "t.md", "--output", "p.png")
     assert result.exit_code == 4
@@ -222,7 +222,7 @@ def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
         return [Contender(peer=Peer.SEGMENTS, setting="with masks of its own", prepare=shifted)]
 
     monkeypatch.setattr(other_ways, "SHARES", (0.1,))
-    monkeypatch.setitem(runner.METHODS, Peer.SEGMENTS, others)
+    monkeypatch.setitem(contest.METHODS, Peer.SEGMENTS, others)
     config = transformers.GPT2Config(
         vocab_size=90, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
@@ -269,7 +269,7 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
             return self.model(*inputs)
 
     monkeypatch.setitem(
-        runner.METHODS,
+        contest.METHODS,
         Peer.CHECKPOINT,
         lambda _: [
             Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large),
@@ -278,7 +278,7 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
         ],
     )
     monkeypatch.setitem(
-        runner.METHODS,
+        contest.METHODS,
         Peer.SELECTIVE,
         lambda _: [Contender(peer=Peer.SELECTIVE, setting="for a while", prepare=Tired)],
     )
@@ -326,8 +326,8 @@ def test_beside_inductor_schedules_may_have_compiled_regions(monkeypatch):
     def fused(_):
         return [Contender(peer=Peer.INDUCTOR, setting="budget 0.5", prepare=lambda model: model)]
 
-    monkeypatch.setitem(runner.METHODS, Peer.INDUCTOR, fused)
-    monkeypatch.setattr("monetlite.checking.comparison.runner.MONeTWrapper", wrap)
+    monkeypatch.setitem(contest.METHODS, Peer.INDUCTOR, fused)
+    monkeypatch.setattr(scheduled_peers, "MONeTWrapper", wrap)
     model, inputs = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), (torch.randn(256, 16),)
     comparison = monetlite.compare(model, inputs, ["95%"], peers=("inductor",), time_limit=0.5, repeats=1)
     (theirs,) = of(comparison, Peer.INDUCTOR)
