@@ -32,7 +32,8 @@
 | `annealing/greedy.py` | dropping values until the rest fits: the first answer, before anything is compiled |
 | `annealing/search.py` | runs that compete for the fastest schedule |
 | `annealing/lowest_peak.py` | runs towards the smallest peak |
-| `reserved_budget.py` | schedules for a budget of reserved memory, whose tensors lie without gaps |
+| `annealing/arranging.py` | runs towards the fastest schedule whose tensors lie without gaps |
+| `reserved_budget.py` | schedules for a budget of reserved memory |
 | `sum_fronts.py` | what to keep of a step that `torch.compile` partitions |
 
 Each method has earned its place. Of the 78 schedules in `schedules/`, whose files name the methods that improved

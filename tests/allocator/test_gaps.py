@@ -16,6 +16,7 @@ from monetlite.allocator.reserved import requests_of
 from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
+from monetlite.solving.annealing.arranging import arrange
 from monetlite.solving.annealing.compiled import (
     PART_AGAIN,
     PART_FIRST,
@@ -24,7 +25,6 @@ from monetlite.solving.annealing.compiled import (
 )
 from monetlite.solving.annealing.flat_problem import decode, flatten, keep_everything
 from monetlite.solving.problem import Problem
-from monetlite.solving.reserved_budget import arrange
 
 
 def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
