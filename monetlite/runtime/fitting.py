@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
@@ -16,6 +17,9 @@ from monetlite.operators.cudnn import is_plan, with_named_plans
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import TooLarge, values_bytes, without_guards
 from monetlite.tracing.operator_graph import Traced
+
+Fitted: TypeAlias = tuple[Traced, tuple[Step, ...]]
+"""A captured step, and the steps to run of it."""
 
 
 class Fitting:
@@ -43,7 +47,7 @@ class Fitting:
             "again with a tolerance below 1e-4"
         )
 
-    def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> tuple[Traced, tuple[Step, ...]]:
+    def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> Fitted:
         """The steps of a schedule on a captured step, by implementations that exist on this device.
 
         Args:

@@ -7,23 +7,17 @@ from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monetlite.core.announcing import tell, warn
-from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import is_percentage
 from monetlite.core.weak_calls import weakly
-from monetlite.operators.random import forked_state
-from monetlite.planning.beside_training import PlanningBesideTraining
-from monetlite.planning.layouts import layouts_to_try
 from monetlite.planning.pipeline import noteworthy_bytes
 from monetlite.runtime.compile_options import CompileOptions
-from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
-from monetlite.runtime.outside_loss import OutsideLoss
-from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock, amid_a_step, refined
+from monetlite.runtime.schedule_search import PlannedStep, ScheduleSearch
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.step_inputs import Arguments
@@ -65,15 +59,13 @@ class GraphPlan:
         self._options, self._resident_bytes, self._device = options, resident_bytes, device
         self._parameters = parameters
         self._as_asked = True  # the schedule is within the budget that was given
-        self._fitting, self._clock, self._outside = Fitting(), StepClock(), OutsideLoss()
-        self._refinement: Refinement | None = None
+        self._search = ScheduleSearch(options.pricing, options.solving)
         # What makes graphs holds the tensors that the step was captured with, so all of them are made at once.
         if options.schedule is not None and options.schedule_exists:
             self.schedule = loaded(options.schedule)
             self._traced = {self.schedule.layout: traced_in(self.schedule.layout)}
         else:
-            layouts = layouts_to_try(options.pricing.layout, options.solving.tolerance, options.pricing.compile)
-            self._traced = {layout: traced_in(layout) for layout in layouts}
+            self._traced = {layout: traced_in(layout) for layout in self._search.layouts()}
             self.schedule = _solved.get(self._key) or self._found()
         self._note_if_last()
         self._peak = _peaks.setdefault(self.schedule.structure, MeasuredPeak())
@@ -101,27 +93,17 @@ class GraphPlan:
 
     def _found_within(self, budget: str | int | float) -> Schedule:
         """The same, within this budget."""
-        options = self._options
-        pricing, solving = options.pricing, options.solving
-        graphs = [item.graph for item in self._traced.values()]
-
-        def with_loss(profiles: list[Profile]) -> list[Profile]:
-            return list(map(self._outside.counted, profiles))
-
-        with amid_a_step(self._device):
-            planning = PlanningBesideTraining(graphs, budget, pricing, solving, with_loss)
-            schedule = planning.first() if options.schedule is None else planning.best()
-        if options.schedule is not None:
-            schedule.save(options.schedule)
-        self._refinement = refined(planning, schedule, self._fitting)
-        self._step = PlannedStep(self._traced, schedule, self._resident_bytes)
+        target = self._options.schedule
+        schedule = self._search.find(self._traced, budget, self._device, best=target is not None)
+        if target is not None:
+            schedule.save(target)
         return schedule
 
     def lowered(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The two programs of the graph."""
         traced = self._traced[self.schedule.layout]
-        fitted, steps = self._fitting.fit(traced, self.schedule, self._resident_bytes)
-        self._outside.planned(fitted.graph, steps)
+        fitted, steps = self._search.fitting.fit(traced, self.schedule, self._resident_bytes)
+        self._search.outside.planned(fitted.graph, steps)
         return lower(fitted, steps)
 
     def keep(self, step: CapturedStep) -> None:
@@ -132,16 +114,15 @@ class GraphPlan:
         self._remember()
 
     def _remember(self) -> None:
-        if self._refinement is not None:
-            self._step.step = self._captured
-            self._refinement.remember(self._step)
+        planned = PlannedStep(self._traced, self.schedule, self._resident_bytes)
+        self._search.remember(planned, self._captured)
 
     def _watch(self, ends: bool) -> None:
         """Note that a backward part begins or ends."""
         if ends:
             self._peak.backward_ends()
         else:
-            self._outside.backward_begins()
+            self._search.outside.backward_begins()
 
     def step_begins(self, graph: fx.GraphModule, arguments: tuple[Any, ...]) -> None:
         """Go on planning, if no run waits for its backward pass, and measure the step that begins."""
@@ -153,12 +134,13 @@ class GraphPlan:
     def step_gave(self, output: Any) -> None:
         """Note the output of a step, and measure what the caller's loss takes, if that isn't known yet."""
         self._peak.step_gave(output)
-        if self._outside.forward_ends(output, self._device, noteworthy_bytes(self.schedule.budget_bytes)):
+        least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
+        if self._search.outside.forward_ends(output, self._device, least_bytes):
             self._peak.drop()  # of two records at a time, only one is right
 
     def _count_loss(self) -> None:
         """Plan once more, if the plan breaks its budget by what a loss outside of the model was found to take."""
-        problem = self._outside.problem(self.schedule)
+        problem = self._search.outside.problem(self.schedule)
         if not problem:
             return
         if self._options.schedule is not None:
@@ -167,6 +149,7 @@ class GraphPlan:
             )
             return
         tell(f"{problem}; planning again")
+        self._search.stop()
         self.schedule = self._found()
         self._captured.exchange(*self.lowered(), schedule=self.schedule)
         self._peak.drop()
@@ -174,19 +157,15 @@ class GraphPlan:
         self._note_if_last()
 
     def _look_on(self) -> None:
-        if self._refinement is None:
+        if self._search.schedule is None:
             return
-        seconds = self._clock.border()
-        with forked_state(self._device):
-            taken = self._refinement.advance(seconds)
+        taken = self._search.advance(self._search.clock.border(), self._device)
         if taken is not None:
             self.schedule = taken[1]
-        if self._refinement.finished:
-            self._refinement = None
-            self._note_if_last()
-        self._clock.goes_on()
+        self._note_if_last()
+        self._search.clock.goes_on()
 
     def _note_if_last(self) -> None:
         """Keep the schedule for later compilations, if no better one is looked for and no file has it."""
-        if self._refinement is None and self._options.schedule is None and self._as_asked:
+        if self._search.schedule is None and self._options.schedule is None and self._as_asked:
             _solved[self._key] = self.schedule

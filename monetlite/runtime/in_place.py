@@ -81,7 +81,7 @@ def schedule_of(model: nn.Module) -> Schedule | None:
     Raises:
         ModelError: it has no schedule.
     """
-    return model.schedule if isinstance(model, MONeTWrapper) else _training(model).plans.schedule
+    return model.schedule if isinstance(model, MONeTWrapper) else _training(model).schedules.current
 
 
 def _training(model: nn.Module) -> ScheduledTraining:

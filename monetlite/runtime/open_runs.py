@@ -31,7 +31,7 @@ class OpenRuns:
     """The runs of a model whose backward pass is still to come, and the budget of each.
 
     Args:
-        model, budget: as for `StepPlans`.
+        model, budget: as for `ModelSchedules`.
         optimizer: whose state is counted, if any.
 
     Attributes:

@@ -14,19 +14,19 @@ from monetlite.core.units import format_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS
 from monetlite.runtime.backward_updates import is_updated
 from monetlite.runtime.measured_peak import state_bytes
-from monetlite.runtime.step_plans import StepPlans
+from monetlite.runtime.model_schedules import ModelSchedules
 
 NOTEWORTHY_SHARE = 0.02
 """Share of the budget."""
 
 
-_watched = weakref.WeakSet[StepPlans]()
+_watched = weakref.WeakSet[ModelSchedules]()
 _told = weakref.WeakSet[Optimizer]()
 
 
-def watch_state(plans: StepPlans) -> None:
+def watch_state(schedules: ModelSchedules) -> None:
     """Warn, once, where the first optimizer that steps parameters of a model keeps state that is not counted."""
-    _watched.add(plans)
+    _watched.add(schedules)
     _listen()
 
 
@@ -37,13 +37,13 @@ def _listen() -> None:
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    for plans in list(_watched):
-        own = {item for item in plans.model.parameters() if item.requires_grad}
+    for schedules in list(_watched):
+        own = {item for item in schedules.model.parameters() if item.requires_grad}
         trained = [item for group in optimizer.param_groups for item in group["params"] if item in own]
         alone = any(item.grad is not None and is_updated(item) for item in trained)  # in the backward pass
-        if trained and plans.schedule is not None and not alone:
-            _watched.discard(plans)
-            _look(optimizer, trained, plans.schedule, given=plans.budget is None)
+        if trained and schedules.current is not None and not alone:
+            _watched.discard(schedules)
+            _look(optimizer, trained, schedules.current, given=schedules.budget is None)
 
 
 def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule, *, given: bool) -> None:

@@ -45,6 +45,7 @@ from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.model_in_pieces import ModelInPieces
+from monetlite.runtime.model_schedules import ModelSchedules
 from monetlite.runtime.optimizer_state import watch_state
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.serving import shapes_of
@@ -87,7 +88,8 @@ class ScheduledTraining:
 
     Attributes:
         model: the module.
-        plans: its schedules, and the captured steps that run by them.
+        schedules: of the module.
+        plans: of the captured steps.
         compile, whole: see `MONeTWrapper`.
     """
 
@@ -124,7 +126,8 @@ class ScheduledTraining:
         self.model, self.compile, self.whole = model, compile and budget is None and not regions_given, whole
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         wait = wait or compile or solving.reserved
-        self.plans = StepPlans(model, given, budget=budget, options=options, outputs=outputs, wait=wait)
+        self.schedules = ModelSchedules(model, given, budget=budget, options=options, wait=wait)
+        self.plans = StepPlans(self.schedules, outputs)
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = self._warned_of_watching = False
         self._values_changed = 0
@@ -133,15 +136,15 @@ class ScheduledTraining:
         # constant.
         self._numbers = VaryingNumbers(fixed=budget is None or compile, counting=True)
         self._forget()
-        watch_state(self.plans)
+        watch_state(self.schedules)
         if compile or regions_given:
             self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
 
     @functools.cached_property
     def _looks_at_masks(self) -> bool:
         """True if plans may be for masks of ones only. Without a budget, they are as the schedules given are."""
-        given = (spec for schedule in self.plans.schedules for spec in schedule.inputs.values())
-        return masks_known(self.model) and (self.plans.budget is not None or any(map(is_known, given)))
+        given = (spec for schedule in self.schedules.known for spec in schedule.inputs.values())
+        return masks_known(self.model) and (self.schedules.budget is not None or any(map(is_known, given)))
 
     def _forget(self) -> None:
         """Have programs made anew."""
@@ -174,7 +177,7 @@ class ScheduledTraining:
             if any([self.plans.count_loss(), self.plans.count_runs(call)]):  # both are counted
                 self._forget()
             self.plans.between_steps()
-            if self.plans.runs.alone:
+            if self.schedules.runs.alone:
                 self.plans.peak.step_begins(self.model, call, weakly(self._running))
             else:
                 self.plans.peak.drop()  # a plan's peak is of one run
@@ -186,7 +189,7 @@ class ScheduledTraining:
                 self._forget()
                 output, detached = self._train_as_planned(call)
             except InfeasibleBudget as error:
-                raise self.plans.runs.of_share(error) from None
+                raise self.schedules.runs.of_share(error) from None
             except ModelRaises as error:
                 raised = error
             if raised is not None:
@@ -199,7 +202,7 @@ class ScheduledTraining:
 
     def _running(self) -> Schedule | None:
         """The schedule that the present step runs by."""
-        return self.plans.schedule
+        return self.schedules.current
 
     def _run_itself(self, call: Arguments) -> None:
         """Run the model as it is on inputs on which it seems to raise an exception, for the caller to get that."""
@@ -216,7 +219,7 @@ class ScheduledTraining:
             return self._train_as_planned(call)
         except GuardFailed as failed:
             # Implementations that the weights rule out are not used again.
-            self.plans.fitting.avoid(failed.operators)
+            self.schedules.search.fitting.avoid(failed.operators)
             self._forget()
             return self._train(call)
 
@@ -232,9 +235,9 @@ class ScheduledTraining:
 
     def _first(self, call: Arguments) -> Any:
         """Run a step for inputs of a new signature, which captures and lowers it."""
-        plans = self.plans
+        schedules = self.schedules
         if not self.compile:
-            plans.sizes.note(call)
+            self.plans.sizes.note(call)
         if len({shapes_of(known) for known in self._ready}) >= MAX_PROGRAMS:
             self._forget()  # Dynamo keeps no more
             self._warn_of_shapes()
@@ -242,18 +245,18 @@ class ScheduledTraining:
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
         refuse_several_devices(self.model, tuple(call))
-        if plans.updates_in_backward:
+        if schedules.updates_in_backward:
             refuse_without_updates(self.model)
-        plans.look_at(call)
-        serving = plans.serving(call)
-        if not serving and plans.budget is None:
-            raise plans.unserved(call)
-        if not serving and plans.solved == MANY_SOLVED:
+        schedules.look_at(call)
+        serving = schedules.serving(call)
+        if not serving and schedules.budget is None:
+            raise schedules.unserved(call)
+        if not serving and schedules.solved == MANY_SOLVED:
             warn(
                 f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
                 "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
             )
-        plans.schedule = serving[0] if serving else None
+        schedules.current = serving[0] if serving else None
         output = self._capture_or_begin_pieces(call)
         signature = self.plans.sizes.signature(call, self._numbers.served_types)
         if shapes_of(signature) in map(shapes_of, self._ready):
@@ -281,24 +284,30 @@ class ScheduledTraining:
 
     def _capture_or_begin_pieces(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made; with a budget, in pieces if it can't be captured whole."""
-        plans = self.plans
+        schedules, search = self.schedules, self.schedules.search
         try:
             return self._capture(call)
         except TraceError as error:
-            if plans.budget is None:
+            if schedules.budget is None:
                 raise
             barring = {
                 "whole": self.whole,
-                "reserved": plans.solving.reserved,
-                "step_in_backward": plans.pricing.step_in_backward,
+                "reserved": search.solving.reserved,
+                "step_in_backward": search.pricing.step_in_backward,
             }
             if names := [f"{name}=True" for name, given in barring.items() if given]:
                 advice = f"Without {' and '.join(names)}, it trains in pieces"
                 raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
             training = PiecewiseTraining(
-                self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error, plans.before_bytes
+                self.model,
+                schedules.budget,
+                search.pricing,
+                search.solving,
+                schedules.wait,
+                error,
+                schedules.before_bytes,
             )
-            self._pieces = ModelInPieces(self.model, training, plans.outputs)
+            self._pieces = ModelInPieces(self.model, training, self.plans.outputs)
         try:
             return self._in_pieces(call)
         except BaseException:
@@ -309,7 +318,7 @@ class ScheduledTraining:
         """Run a step of a model that can't be captured whole."""
         assert self._pieces is not None
         output = self._pieces(call.args, call.kwargs)
-        self.plans.schedule = self._pieces.training.schedule
+        self.schedules.current = self._pieces.training.schedule
         return output
 
     def _capture(self, call: Arguments) -> Any:
@@ -352,7 +361,7 @@ class ScheduledTraining:
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self.plan(joint)
-        self.plans.outside.planned(traced.graph, steps)
+        self.schedules.search.outside.planned(traced.graph, steps)
         if self.compile:
             from monetlite.runtime.inductor import as_inductor_fuses
 

@@ -132,7 +132,7 @@ class MONeTWrapper(nn.Module):
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of the last step; None if there is a budget and no step was taken yet."""
-        found: Schedule | None = self.__dict__["_training"].plans.schedule
+        found: Schedule | None = self.__dict__["_training"].schedules.current
         return found
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,14 +219,14 @@ class MONeTWrapper(nn.Module):
 
     def __reduce__(self) -> Any:
         """Copy or pickle a wrapper: its model and schedules are wrapped anew, and it has the same hooks."""
-        plans, compiles = self._training.plans, self._training.compile
-        options = {"compile": compiles, **plans.options, "wait": plans.wait, "whole": self._training.whole}
-        wrap = functools.partial(MONeTWrapper, budget=plans.budget, **options)
+        training, given = self._training, self._training.schedules
+        options = {"compile": training.compile, **given.options, "wait": given.wait, "whole": training.whole}
+        wrap = functools.partial(MONeTWrapper, budget=given.budget, **options)
         state = self.__getstate__()  # type: ignore[no-untyped-call]  # torch has no types for it
         own = {name: value for name, value in state.items() if name not in ("model", "_training")}
-        return wrap, (self.model, plans.schedules), own
+        return wrap, (self.model, given.known), own
 
     def extra_repr(self) -> str:
         if self.schedule is None:
-            return f"budget={self._training.plans.budget}"
+            return f"budget={self._training.schedules.budget}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"

@@ -119,7 +119,7 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
         given.append((budget, pricing, solving))
         raise ModelError("enough is known")
 
-    monkeypatch.setattr("monetlite.runtime.step_plans.PlanningBesideTraining", planning)
+    monkeypatch.setattr("monetlite.runtime.schedule_search.PlanningBesideTraining", planning)
     model = nn.Linear(2, 2)
     monetlite.step_in_backward(torch.optim.SGD(model.parameters()))
     with pytest.raises(ModelError, match="enough is known"):

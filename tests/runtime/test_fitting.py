@@ -148,7 +148,7 @@ def test_with_a_budget_the_larger_step_is_solved_for():
     for reps, solved in ((1, 1), (8, 2), (2, 2)):
         inputs = {"x": X, "reps": reps}
         assert_same(step(wrapper, inputs), step(model, inputs))
-        assert len(wrapper._training.plans.schedules) == solved
+        assert len(wrapper._training.schedules.known) == solved
     tight = monetlite.MONeTWrapper(model, budget=20_000, device="rtx-4090", time_limit=0.5)
     tight(x=X, reps=1)
     with pytest.raises(InfeasibleBudget):

@@ -127,7 +127,7 @@ def test_a_budget_solves_when_the_first_step_is_taken():
     for length in (32, 16, 40):
         x = (tokens(4, length),)
         assert_same(step(wrapper, x), step(model, x))
-    assert [next(iter(item.inputs.values())).shape for item in wrapper._training.plans.schedules] == [
+    assert [next(iter(item.inputs.values())).shape for item in wrapper._training.schedules.known] == [
         (4, 32),
         (4, 64),
     ]
@@ -260,10 +260,10 @@ def test_copies_keep_what_was_solved_and_how_to_solve():
     for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
         assert [*clone._forward_pre_hooks.values()] == [look]
         assert clone.schedule == wrapper.schedule
-        assert clone._training.plans.schedules == wrapper._training.plans.schedules
+        assert clone._training.schedules.known == wrapper._training.schedules.known
         clone(tokens(2, 12))
-        assert len(clone._training.plans.schedules) == 2
-    assert len(wrapper._training.plans.schedules) == 1
+        assert len(clone._training.schedules.known) == 2
+    assert len(wrapper._training.schedules.known) == 1
 
 
 def test_a_model_that_changes_is_solved_for_again():
@@ -440,4 +440,4 @@ def test_images_in_another_order_are_planned_for_themselves():
         warnings.filterwarnings("error", message="the schedule of")
         for call in 2 * (images, images.to(memory_format=torch.channels_last)):
             assert_same(step(wrapper, (call,)), step(model, (call,)))
-    assert len(wrapper._training.plans.schedules) == 2
+    assert len(wrapper._training.schedules.known) == 2

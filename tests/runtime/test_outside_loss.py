@@ -102,7 +102,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
 
     trained = monetlite.MONeTWrapper(model(), budget="100%", **QUICK)
     peak_bytes(trained, x, keeping)
-    memory = trained._training.plans.outside.memory
+    memory = trained._training.schedules.search.outside.memory
     kept_bytes, _ = memory.of(monetlite.trace(model(), x))
     assert kept_bytes == pytest.approx(ROWS * CLASSES * 4, rel=0.1)
 
@@ -139,7 +139,7 @@ def test_a_small_loss_changes_nothing():
     trained = monetlite.MONeTWrapper(nn.Linear(8, 8), budget="100%", time_limit=0.3)
     for _ in range(3):
         trained(torch.randn(4, 8)).sum().backward()
-    assert trained._training.plans.outside.memory is None
+    assert trained._training.schedules.search.outside.memory is None
 
 
 @pytest.mark.thorough
@@ -154,7 +154,7 @@ def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
     trained = monetlite.MONeTWrapper(model(), given, budget=budget, **QUICK)
     steps(trained, x, cross_entropy)
     measured = peak_bytes(trained, x, cross_entropy)
-    assert given not in trained._training.plans.schedules
+    assert given not in trained._training.schedules.known
     assert measured <= budget
 
 

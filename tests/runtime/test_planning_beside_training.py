@@ -19,9 +19,9 @@ from monetlite.core.options import split_options
 from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
-from monetlite.runtime import step_plans
+from monetlite.runtime import schedule_search
 from monetlite.runtime.fitting import Fitting
-from monetlite.runtime.refinement import StepClock
+from monetlite.runtime.schedule_search import StepClock
 from monetlite.runtime.serving import own_bytes
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
@@ -64,7 +64,7 @@ def given(monkeypatch, *schedules):
             self.finished = not waiting
             return found
 
-    monkeypatch.setattr(step_plans, "PlanningBesideTraining", Given)
+    monkeypatch.setattr(schedule_search, "PlanningBesideTraining", Given)
 
 
 def test_every_step_is_plain_training_s_while_programs_are_exchanged(planned, monkeypatch):

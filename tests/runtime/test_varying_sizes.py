@@ -138,7 +138,7 @@ def test_one_capture_serves_all_lengths(build, captures):
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
-    (captured,) = wrapper._training.plans.varying
+    (captured,) = wrapper._training.plans.varying.steps
     # With room for more: a power of two, up to what the model holds.
     assert [version.limits for version in captured.versions] == [(64,), (96,)]
     for length, limit in ((37, 64), (90, 96), (20, 64), (70, 96)):
@@ -150,7 +150,7 @@ def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **{**PLANNING, "budget": "1GB"})
     same_steps(wrapper, model, [tokens(4, length) for length in (21, 90, 40)])
-    ((captured, varying),) = wrapper._training.plans.varying.items()
+    ((captured, varying),) = wrapper._training.plans.varying.steps.items()
     assert [version.limits for version in captured.versions] == [(96,)]
     peaks = {}
 
@@ -357,7 +357,7 @@ def planned_at_96():
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, 91)])
-    ((captured, varying),) = wrapper._training.plans.varying.items()
+    ((captured, varying),) = wrapper._training.plans.varying.steps.items()
     (version,) = captured.versions
     assert version.limits == (96,)
     version.schedule = replace(version.schedule, latency_ms=1.2 * version.schedule.plain_latency_ms)

@@ -93,8 +93,8 @@ def test_deep_copies_share_nothing_and_train_alike(schedules):
 def test_deep_copies_have_the_same_options():
     options = {"budget": "80%", "compile": True, "tolerance": 1e-3, "wait": True}
     clone = copy.deepcopy(monetlite.MONeTWrapper(TinyCNN(), **options))
-    assert clone._training.plans.options == {"compile": True, "tolerance": 1e-3}
-    assert clone._training.plans.wait
+    assert clone._training.schedules.options == {"compile": True, "tolerance": 1e-3}
+    assert clone._training.schedules.wait
 
 
 def test_torch_save_and_load_of_a_wrapper_that_has_trained(schedules):

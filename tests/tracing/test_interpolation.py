@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.fx.torch_internals.torch_dispatch import decomposition_table
 from monetlite.runtime.step_plans import StepPlans
+from monetlite.runtime.varying_plans import VaryingPlans
 from monetlite.tracing import whole_kernels
 from monetlite.tracing.interpolation import interpolated_to_any_size
 from monetlite.tracing.whole_kernels import kernels_kept_whole
@@ -110,9 +111,11 @@ def test_torch_is_as_it_was_afterwards():
 @pytest.mark.thorough
 def test_where_no_plan_is_found_for_the_largest_images_one_is_for_somewhat_larger_ones(monkeypatch):
     """The size at which plain training fits is an estimate."""
-    monkeypatch.setattr(StepPlans, "_plain_limits", lambda _, __, sizes: tuple(100 * size for size in sizes))
+    monkeypatch.setattr(
+        VaryingPlans, "_plain_limits", lambda _, __, sizes, ___: tuple(100 * size for size in sizes)
+    )
     model = monetlite.MONeTWrapper(Upsampling("nearest", "twice"), **{**PLANNING, "budget": 600_000})
     for size in SIZES[:3]:
         model(torch.randn(2, 3, *size)).backward()
-    (captured,) = model._training.plans.varying
+    (captured,) = model._training.plans.varying.steps
     assert [version.limits for version in captured.versions] == [(32, 16), (32, 32)]
