@@ -4,7 +4,7 @@
 | --- | --- |
 | `_get_handlers`, `f_globals` | tell code whether it is compiled; another branch than in plain training would run |
 | `_get_handlers` | `torch.addcdiv` would be three operators, which round otherwise than its kernel |
-| `TensorVariable.method_requires_grad_` | asks for a gradient of what is computed; LoRA would break |
+| `TensorVariable.call_method` | asks for a gradient of what is computed (`requires_grad_`); LoRA would break |
 | `_call_setattr`, `call_setattr` | the same by an attribute, since torch 2.13 and before; T5 would |
 | `GetAttrVariable.call_method` | the name of a class of torch; graphs of peft's DoRA would break |
 | `SkipFunctionVariable.call_function` | `torch.jit.isinstance`; graphs of MONAI's U-Nets would break |
@@ -31,7 +31,7 @@ _ASKING = ("is_compiling", "is_dynamo_compiling")
 _SETS: Any = getattr(_builtin, "SetAttrBuiltinVariable", _builtin.BuiltinVariable)
 _SETTER = "_call_setattr" if hasattr(_SETS, "_call_setattr") else "call_setattr"
 _set_attribute = getattr(_SETS, _SETTER)
-_method_requires_grad = TensorVariable.method_requires_grad_
+_call_tensor_method = TensorVariable.call_method
 _call_method = GetAttrVariable.call_method
 _call_skipped = SkipFunctionVariable.call_function
 
@@ -78,10 +78,10 @@ def asked_gradients_left_out() -> AbstractContextManager[None]:
     can't be captured. A caller's may, where the tensor is returned (`ASKED`).
     """
 
-    def by_method(self: Any, translator: Any, requires_grad: Any = True) -> Any:
-        asked = requires_grad is True or requires_grad.as_python_constant()
+    def by_method(self: Any, translator: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        asked = name == "requires_grad_" and all(item.as_python_constant() for item in (*args, *kwargs.values()))
         if not asked or self.source:
-            return _method_requires_grad(self, translator, requires_grad)
+            return _call_tensor_method(self, translator, name, args, kwargs)
         self.as_proxy().node.meta[ASKED] = True
         return self
 
@@ -93,7 +93,7 @@ def asked_gradients_left_out() -> AbstractContextManager[None]:
         return _set_attribute(self, translator, owner, name, value)
 
     return patched(
-        mock.patch.object(TensorVariable, "method_requires_grad_", by_method),
+        mock.patch.object(TensorVariable, "call_method", by_method),
         mock.patch.object(_SETS, _SETTER, by_attribute),
     )
 
