@@ -180,6 +180,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
 
     def forward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        keep_saved_tensors()
         return forward(program, inputs, range(results, len(flat_outputs(program))))
 
     def backward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:

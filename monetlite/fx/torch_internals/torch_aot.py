@@ -10,6 +10,7 @@
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
 | `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
 | `TracingContext`, `bw_donated_idxs` | saved tensors to write over: none, for a second backward pass |
+| `saved_tensor_is_graph_input` | in torch 2.14, by the first program; others, which save more, would fail |
 | `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
 | `keep_graph` of a graph task | whether a backward pass may come again; a run would be let go of too early |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
@@ -49,14 +50,24 @@ def boxed_function(function: _F) -> _F:
 
 
 def keep_saved_tensors() -> None:
-    """Have the backward program that is being compiled leave what was saved for it as it is.
+    """Have the backward program of the step that is being compiled leave what was saved for it as it is.
 
     AOTAutograd offers saved tensors to the compiler to write over. It then refuses `retain_graph=True` after the
-    first backward pass, and counts the tensors by their places in the whole program, not in a part of it.
+    first backward pass, and counts the tensors by their places in the whole program, not in a part of it. Which of
+    them are inputs, it would count for all programs as for the first one.
     """
     context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    metadata: Any = None if context is None else context.fw_metadata
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+        metadata.saved_tensor_is_graph_input = _NoneOfThem()
+
+
+class _NoneOfThem(list[bool]):
+    """A list of what is true of no item, however many there are."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return False
 
 
 def keeps_gradients() -> bool:
