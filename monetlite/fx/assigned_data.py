@@ -1,6 +1,6 @@
 """Tensors whose `.data` a model assigns, as MoCo's average of weights does: `p.data = m * p.data + ...`.
 
-TorchDynamo records that `p` takes over the other tensor's storage (`set_`), which AOTAutograd has no program for.
+TorchDynamo records that `p` takes over the other tensor's storage, which AOTAutograd has no program for.
 Where nothing else in the step reads the old or the new elements, they are copied into the storage that there is.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from monetlite.fx.torch_internals.torch_dispatch import storage_key
-from monetlite.fx.torch_internals.torch_dynamo import DATA_OF, given_tensor, lowers_change_count
+from monetlite.fx.torch_internals.torch_dynamo import ASSIGN_DATA, DATA_OF, given_tensor, lowers_change_count
 
 
 def copy_assigned_data(program: fx.GraphModule) -> None:
@@ -20,7 +20,7 @@ def copy_assigned_data(program: fx.GraphModule) -> None:
     those to a tensor that the step reads before.
     """
     graph = program.graph
-    for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+    for node in [node for node in graph.nodes if node.target in ASSIGN_DATA]:
         arguments: Any = node.args
         tensor, assigned = arguments
         if _is_alike(tensor, assigned) and _is_unseen(graph, node):
@@ -51,7 +51,7 @@ def _is_unseen(graph: fx.Graph, node: fx.Node) -> bool:
     before = before[: before.index(node)]
     earlier = set(before)
     readers = [user for user in tensor.users if user in earlier]
-    if any(user.target not in (DATA_OF, torch.Tensor.set_) for user in readers):
+    if any(user.target not in (DATA_OF, *ASSIGN_DATA) for user in readers):
         return False
     old = {_storage(user) for user in readers if user.target is DATA_OF}
     new = _storage(assigned)

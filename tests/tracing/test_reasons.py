@@ -95,7 +95,7 @@ REFUSED = {
     raises: r"raises ValueError.*a batch of 4 \(it's odd\).*on these inputs; check",
     reads_what_is_missing: r"raises AttributeError.*'missing'.* on these inputs; check",
     reads_an_unknown_name: r"raises NameError.*'nowhere' is not defined.* on these inputs; check",
-    calls_with_too_much: r"other arguments than it takes\. Check",
+    calls_with_too_much: r"other arguments than it takes\. Check|Unexpected keyword arguments.*; check",
     draws_from_numpy: r"random numbers from numpy.*Draw them with torch",
     draws_otherwise_from_numpy: r"random numbers from numpy.*Draw them with torch",
     draws_from_a_generator: r"torch\.Generator of its own\. Leave out generator=",

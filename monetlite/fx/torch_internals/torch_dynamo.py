@@ -17,6 +17,7 @@
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `grapharg`, `example_value` | a graph's inputs, real and fake; sizes that are equal once would be taken for one |
 | `_get_data_attr`, `_lower_version_count_by_1` | calls for `.data`; a model that assigns it would not be planned |
+| `shallow_copy_data_` | the same since torch 2.14 |
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
@@ -405,6 +406,8 @@ def seconds_captured() -> float:
 
 DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # torch's stubs lack it
 """Call in a capture for a tensor's `.data`."""
+ASSIGN_DATA = torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
+"""Calls in a capture for an assignment to it: before torch 2.14, and since then."""
 
 
 def lowers_change_count(node: fx.Node) -> bool:
