@@ -7,7 +7,7 @@ schemas) and how many operations products take (`torch.utils.flop_counter`). Wha
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 
@@ -227,10 +227,20 @@ def operation_formula(target: str) -> Callable[..., int] | None:
     Matrix products, convolutions and attention have one. The CPU's attention counts like the GPU's.
     """
     family = family_of(target)
-    name = aten_name(target)
     if family.startswith("attention"):
-        name = f"_scaled_dot_product_flash_{family}"
-    return _formulas().get(name)
+        return partial(_with_all_heads, _formulas()[f"_scaled_dot_product_flash_{family}"])
+    return _formulas().get(aten_name(target))
+
+
+def _with_all_heads(formula: Callable[..., int], *arguments: Any) -> int:
+    """The operations of attention, whose keys and values may have fewer heads than queries.
+
+    Each is multiplied once for every head of queries. Torch 2.11 has formulas for as many heads of both.
+    """
+    shapes = {at: item for at, item in enumerate(arguments) if isinstance(item, tuple) and len(item) == 4}
+    heads = max(shape[1] for shape in shapes.values())
+    full = {at: (batch, heads, *rest) for at, (batch, _, *rest) in shapes.items()}
+    return formula(*(full.get(at, item) for at, item in enumerate(arguments)))
 
 
 @cache

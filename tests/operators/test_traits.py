@@ -49,3 +49,9 @@ def test_formulas_are_torchs():
     shapes = [(1, 2, 8, 4)] * 3
     of_cpu = operation_formula("aten._scaled_dot_product_flash_attention_for_cpu.default")
     assert of_cpu(*shapes) == operation_formula("aten._scaled_dot_product_flash_attention.default")(*shapes) > 0
+    queries, keys = (2, 8, 16, 4), (2, 2, 32, 4)
+    for backward in ("", "_backward"):
+        formula = operation_formula(f"aten._scaled_dot_product_flash_attention_for_cpu{backward}.default")
+        gradient = (queries,) if backward else ()
+        fewer = formula(*gradient, queries, keys, keys, 0.0, True)
+        assert fewer == formula(*gradient, queries, (2, 8, 32, 4), (2, 8, 32, 4), 0.0, True) > 0
