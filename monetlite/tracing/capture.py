@@ -37,7 +37,7 @@ from monetlite.fx.torch_internals.torch_as_plain import (
     quotients_kept_whole,
     said_to_be_plain,
 )
-from monetlite.fx.torch_internals.torch_branches import checks_captured
+from monetlite.fx.torch_internals.torch_branches import branches_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
@@ -365,7 +365,7 @@ def capture_settings(programs: int | None = None) -> Iterator[None]:
         kernels_kept_whole(),
         messages_left_out(),
         failures_unlogged(),
-        checks_captured(),
+        branches_captured(),
         said_to_be_plain(but_in=_TOLD),
         quotients_kept_whole(),
         classes_known(),
