@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from monetlite.fx.torch_internals import torch_cuda, torch_pytree
 from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
@@ -181,6 +182,22 @@ def test_leaves_come_in_the_order_of_containers() -> None:
     assert torch_pytree.tree_map_only(int, lambda item: item + 1, [1, "a"]) == [2, "a"]
     paths = torch_pytree.tree_map_with_path(lambda path, _: torch_pytree.keystr(path), {"a": [1, 2]})
     assert paths == {"a": ["['a'][0]", "['a'][1]"]}
+
+
+class Pair:
+    """A container that is registered without names for what it holds, as outputs of transformers 4 are."""
+
+    def __init__(self, *items: object) -> None:
+        self.items = items
+
+
+def test_paths_lead_into_containers_without_names() -> None:
+    pytree.register_pytree_node(Pair, lambda pair: (list(pair.items), None), lambda items, _: Pair(*items))
+    tree = {"a": Pair(1, [Pair(None, ())])}
+    found = torch_pytree.tree_map_with_path(lambda path, item: (torch_pytree.keystr(path), item), tree)["a"]
+    first, (second,) = found.items
+    assert first == ("['a'][0]", 1)
+    assert second.items == (("['a'][1][0][0]", None), ())
 
 
 @on_gpu
