@@ -31,7 +31,11 @@ _LEAVE_OUT = (
     "_ignore_bidirectional_mask_sdpa",
     "create_recurrent_attention_mask",
 )
-"""Functions of `transformers.masking_utils` that find out if a mask is of ones. Then they go on as without it."""
+"""Functions of transformers that find out if a mask is of ones. Then they go on as without it."""
+_NONE_OF_ONES = ("_prepare_4d_attention_mask_for_sdpa",)
+"""Functions of transformers that make None of a mask of ones."""
+_ASKING = ("is_tracing", "is_torchdynamo_compiling")
+"""Functions by which the others ask whether they may look at a mask. Older versions ask without a mask, too."""
 
 
 def is_known(mask: torch.Tensor | TensorSpec) -> bool:
@@ -42,7 +46,7 @@ def is_known(mask: torch.Tensor | TensorSpec) -> bool:
 
 def masks_known(model: nn.Module) -> bool:
     """True if transformers makes masks in this model, so that it matters whether they are known."""
-    return _masking() is not None and any(
+    return bool(_masking()) and any(
         type(module).__module__.startswith("transformers.") for module in model.modules()
     )
 
@@ -79,23 +83,29 @@ def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
     Packed sequences are looked for in positions that are given where there is neither a mask nor a cache.
     """
-    masking = _masking()
-    if masking is None:
+    if not _masking():
         return contextlib.nullcontext()
     with contextlib.suppress(TypeError):
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         kwargs = {**given, **kwargs}
     looks = kwargs.get("position_ids") is not None and not (keeps_cache(model) and "use_cache" not in kwargs)
     results: dict[Callable[..., Any], Any] = {}
-    if not looks and (find := getattr(masking, "find_packed_sequence_indices", None)) is not None:
-        results[find] = None
-    if (exporting := getattr(masking, "is_torchdynamo_exporting", None)) is not None:
-        results[exporting] = False  # TorchDynamo says True in any capture in torch 2.11
-    leave_out = [function for name in _LEAVE_OUT if (function := getattr(masking, name, None)) is not None]
-    # Older versions (5.17, say) ask that without a mask, too.
-    traced = [function] if (function := getattr(masking, "is_tracing", None)) is not None else []
-    return calls_changed(results, leave_out, traced)
+    if not looks:
+        results |= dict.fromkeys(_functions("find_packed_sequence_indices"))
+    # TorchDynamo says True in any capture in torch 2.11.
+    results |= dict.fromkeys(_functions("is_torchdynamo_exporting"), False)
+    return calls_changed(
+        results, _functions(*_LEAVE_OUT), none_of_ones=_functions(*_NONE_OF_ONES), asking=_functions(*_ASKING)
+    )
 
 
-def _masking() -> Any:
-    return sys.modules.get("transformers.masking_utils")
+def _functions(*names: str) -> list[Callable[..., Any]]:
+    """Functions of these names among those of transformers that make masks."""
+    return [item for owner in _masking() for name in names if (item := getattr(owner, name, None)) is not None]
+
+
+def _masking() -> list[Any]:
+    """The modules and classes of transformers that make masks, as far as models have them."""
+    modules = [sys.modules.get(f"transformers.{name}") for name in ("masking_utils", "modeling_attn_mask_utils")]
+    owners = [item for module in modules for item in (module, getattr(module, "AttentionMaskConverter", None))]
+    return [item for item in owners if item is not None]

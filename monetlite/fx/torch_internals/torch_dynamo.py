@@ -104,7 +104,9 @@ def dynamo_settings(**changes: Any) -> AbstractContextManager[None]:
 def calls_changed(
     results: Mapping[Callable[..., Any], object],
     leave_out: Collection[Callable[..., Any]],
-    false_of_none: Collection[Callable[..., Any]] = (),
+    *,
+    none_of_ones: Collection[Callable[..., Any]] = (),
+    asking: Collection[Callable[..., Any]] = (),
 ) -> AbstractContextManager[None]:
     """Change what captures see of calls of some functions, for the time of a block.
 
@@ -112,18 +114,30 @@ def calls_changed(
         results: for functions, what each call of them returns: a constant.
         leave_out: functions that take None in place of an input of one element, repeated along every dimension, and
             of ones that the captured code makes.
-        false_of_none: functions that return False of None.
+        none_of_ones: functions that return None of such a tensor as their first argument.
+        asking: functions that return False of None, and where one of `leave_out` calls them with a mask of None.
     """
+    without_mask = False
 
     def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal without_mask
         if self.fn in results:
             return ConstantVariable.create(results[self.fn])
-        if self.fn in false_of_none and len(args) == 1 and args[0].is_constant_none():
+        if self.fn in asking and (without_mask or (len(args) == 1 and args[0].is_constant_none())):
             return ConstantVariable.create(False)
-        if self.fn in leave_out:
-            args = [_unless_known(item) for item in args]
-            kwargs = {name: _unless_known(item) for name, item in kwargs.items()}
-        return _call_function(self, translator, args, kwargs)
+        if self.fn in none_of_ones and args and _unless_known(args[0]) is not args[0]:
+            return ConstantVariable.create(None)
+        if self.fn not in leave_out:
+            return _call_function(self, translator, args, kwargs)
+        args = [_unless_known(item) for item in args]
+        kwargs = {name: _unless_known(item) for name, item in kwargs.items()}
+        given = [*zip(inspect.signature(self.fn).parameters, args, strict=False), *kwargs.items()]
+        before = without_mask
+        without_mask = any(name.endswith("mask") and item.is_constant_none() for name, item in given)
+        try:
+            return _call_function(self, translator, args, kwargs)
+        finally:
+            without_mask = before
 
     return patched(mock.patch.object(UserFunctionVariable, "call_function", call))
 

@@ -237,8 +237,32 @@ def asks(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_function_says_false_of_none() -> None:
     x = torch.ones(2)
-    with torch_dynamo.calls_changed({}, [], [traces]):
+    with torch_dynamo.calls_changed({}, [], asking=[traces]):
         assert torch.equal(torch.compile(asks, backend=Graphs(), fullgraph=True)(x), x + 1)
+
+
+def ignores(x: torch.Tensor, padding_mask: torch.Tensor | None) -> bool:
+    return not traces(x) and (padding_mask is None or bool(padding_mask.all()))
+
+
+def expands(mask: torch.Tensor) -> torch.Tensor | None:
+    return None if not traces(mask) and bool(mask.all()) else mask.double()
+
+
+def masks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As transformers does before 5.0: it asks whether it is traced beside asking for a mask."""
+    expanded = expands(mask)
+    x = x if expanded is None else x + expanded
+    return x if ignores(x, padding_mask=mask) else x * int(traces(x)) * 2
+
+
+def test_functions_without_a_mask_are_told_that_they_are_not_traced() -> None:
+    x, ones = torch.full((2, 3), 4.0), torch.tensor(True).expand(2, 3)
+    changes = torch_dynamo.calls_changed({}, [ignores], none_of_ones=[expands], asking=[traces])
+    with changes:
+        compiled = torch.compile(masks, backend=Graphs(), fullgraph=True)
+        assert torch.equal(compiled(x, ones), x)
+        assert torch.equal(compiled(x, ones.contiguous()), (x + 1) * 2)
 
 
 def test_results_are_known_and_repeated_elements_left_out() -> None:
