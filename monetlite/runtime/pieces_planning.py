@@ -166,17 +166,17 @@ class PiecesPlanning:
             return self._begin(recorded, self._before_bytes)
         self._budget_bytes = schedule.budget_bytes
         self._before_bytes = max(self._before_bytes, self._budget_bytes)
-        taken_bytes = 0
+        more_bytes = 0  # that plans take in pieces, beyond what they are solved for
         for _ in range(MAX_RETRIES):
-            excess_bytes = self._peak_bytes(schedule) - self._budget_bytes
-            if excess_bytes <= 0:
+            peak_bytes = self._peak_bytes(schedule)
+            if peak_bytes <= self._budget_bytes:
                 break
-            search.take_off(excess_bytes)
-            taken_bytes += excess_bytes
+            search.take_off(peak_bytes - schedule.peak_bytes - more_bytes)
+            more_bytes = peak_bytes - schedule.peak_bytes
             try:
                 schedule = found()
             except InfeasibleBudget as error:
-                raise self._of_all(error, taken_bytes) from None
+                raise self._of_all(error, more_bytes) from None
         if not self._take(recorded, joined([without_costs(graph) for graph in graphs]), schedule):
             raise ModelError(
                 "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by "
@@ -184,13 +184,13 @@ class PiecesPlanning:
             )
         self._search = None if search.finished else search
 
-    def _of_all(self, error: InfeasibleBudget, taken_bytes: int) -> InfeasibleBudget:
+    def _of_all(self, error: InfeasibleBudget, more_bytes: int) -> InfeasibleBudget:
         """The error of a budget that so much was taken off, as one of the whole budget."""
-        reached_bytes = None if error.reached_bytes is None else error.reached_bytes + taken_bytes
+        reached_bytes = None if error.reached_bytes is None else error.reached_bytes + more_bytes
         enough = "" if reached_bytes is None else f" to about {format_bytes(reached_bytes)} ({reached_bytes} bytes)"
         return InfeasibleBudget(
-            f"in the order in which pieces run, plans within the budget of {format_bytes(self._budget_bytes)} take "
-            f"up to {format_bytes(taken_bytes)} more. Raise it{enough}. Within what is left: {error}",
+            f"in pieces, plans take up to {format_bytes(more_bytes)} more than they are solved for, and the budget "
+            f"is {format_bytes(self._budget_bytes)}. Raise it{enough}. Within what is left: {error}",
             budget_bytes=self._budget_bytes,
             proven_bytes=error.proven_bytes,
             reached_bytes=reached_bytes,

@@ -548,28 +548,29 @@ def test_inputs_that_are_laid_out_otherwise_are_plain_training_s(monkeypatch):
     assert monetlite.schedule_of(planned).choices.implementations["piece2.add"] == "inplace"
 
 
-def test_the_error_of_a_budget_that_order_leaves_too_little_of_names_the_whole(monkeypatch):
-    class FailsWithLess(InPlace):
-        taken_bytes = 0
+def test_a_plan_that_takes_more_in_pieces_is_made_for_less_by_all_of_that(monkeypatch):
+    """Also where it leaves some of its budget unused; and the error names the whole budget if there is none."""
+    taken = []
 
+    class FailsWithLess(InPlace):
         def take_off(self, size_bytes):
-            self.taken_bytes += size_bytes
+            taken.append(size_bytes)
 
         def first(self, *, settle=True):
-            if self.taken_bytes:
+            if taken:
                 raise InfeasibleBudget("nothing fits", budget_bytes=1, proven_bytes=2, reached_bytes=10**6)
             return super().first(settle=settle)
 
     monkeypatch.setattr(pieces_planning, "PlanningBesideTraining", FailsWithLess)
-    monkeypatch.setattr(PiecesPlanning, "_peak_bytes", lambda self, schedule: self._budget_bytes + 5000)
-    planned = monetlite.within(AddsLaidOutOtherwise(), budget="100%", device="rtx-3090")
+    monkeypatch.setattr(PiecesPlanning, "_peak_bytes", lambda _, schedule: schedule.peak_bytes + 50_000)
+    planned = monetlite.within(AddsLaidOutOtherwise(), budget="102%", device="rtx-3090")
     x = torch.randn(16, 32, 16).transpose(1, 2)
     for _ in range(2):
         step(planned, (x,))
     with pytest.raises(InfeasibleBudget) as caught:
         planned(x)
-    budget_bytes = caught.value.budget_bytes
-    assert budget_bytes > 10**5
-    assert caught.value.reached_bytes == 10**6 + 5000
-    assert f"within the budget of {format_bytes(budget_bytes)} take up to 5 kB more" in str(caught.value)
-    assert "Raise it to about 1 MB (1005000 bytes). Within what is left: nothing fits" in str(caught.value)
+    assert taken == [50_000]
+    budget_bytes, said = caught.value.budget_bytes, str(caught.value)
+    assert caught.value.reached_bytes == 10**6 + 50_000
+    assert f"take up to 50 kB more than they are solved for, and the budget is {format_bytes(budget_bytes)}" in said
+    assert "Raise it to about 1.05 MB (1050000 bytes). Within what is left: nothing fits" in said
