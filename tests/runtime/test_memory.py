@@ -127,7 +127,7 @@ class Model(nn.Module):
         self.function, self.parts = function, nn.ParameterList(parameters)
 
     def forward(self, *inputs):
-        return self.function(*self.parts, *inputs)
+        return self.function(*list(self.parts), *inputs)
 
 
 N = 512
