@@ -18,7 +18,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import ModelError, first_line
 from monetlite.core.spelling import close_matches
 from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
 from monetlite.models.library_names import names_in_source
@@ -170,12 +170,21 @@ def _built(library: str, name: str, make: "Callable[[], nn.Module]", options: Bu
         with options.device():
             model = make()
     except Exception as error:
-        raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{spec} failed to build: {_told(error)}") from error
     configuration: Any = getattr(model, "default_cfg", {}) if library == "timm" else {}
     channels, height, width = configuration.get("input_size", (3, 224, 224))
     images = options.image(spec, channels, DEFAULT_BATCH, (height, width))
     returns = "its outputs, the loss is yours"
     return finish(spec, model, (images,), options, title=f"{library} {name}", returns=returns)
+
+
+def _told(error: BaseException) -> str:
+    """An error in words, with what it arose from: an import that failed may be that of another library."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    said = f"{type(error).__name__}: {error}"
+    return said if root is error else f"{said} ({type(root).__name__}: {first_line(root)})"
 
 
 def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
@@ -209,7 +218,7 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{spec} failed to build: {_told(error)}") from error
     (first,) = inputs.values()
     labels = first.clone()
     if not head.label_per_token:

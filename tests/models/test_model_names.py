@@ -109,6 +109,20 @@ def test_timm_models_use_their_own_image_size(monkeypatch):
     fails("timm:convnext_tinny", "no model 'convnext_tinny'", "did you mean timm:convnext_tiny")
 
 
+def test_what_an_import_that_fails_arose_from_is_told(tmp_path, monkeypatch):
+    """A torchvision for another torch keeps transformers from importing its models."""
+
+    def fail(_):
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist\nand more")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'GPT2LMHeadModel'") from error
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
+    path = write_config(tmp_path, "gpt2")
+    fails(f"hf:{path}", "'GPT2LMHeadModel' (RuntimeError: operator torchvision::nms does not exist)")
+
+
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_transformers_models_return_a_loss(model_type, tmp_path):
     torch.manual_seed(0)
