@@ -95,12 +95,16 @@ class PlanningBesideTraining:
         return self._first
 
     def _at_once(self, settle: bool) -> Schedule:
+        from monetlite.solving.annealing.compiling import await_compiled
+
         complete = all(item.known for item in self._measurements)
         try:
             return self._found_soon(self._rough() or self._estimated(), complete)
-        except InfeasibleBudget:
+        except InfeasibleBudget as error:
             if not settle:
                 raise
+            if error.proven_bytes <= error.budget_bytes:
+                await_compiled(tell)
         if not complete:
             self._measure()
             with contextlib.suppress(InfeasibleBudget):

@@ -23,6 +23,7 @@ from monetlite.runtime import schedule_search
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.schedule_search import StepClock
 from monetlite.runtime.serving import own_bytes
+from monetlite.solving.annealing import compiling
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
 
@@ -173,6 +174,26 @@ def test_where_nothing_is_found_soon_a_part_of_the_time_limit_is_tried_before_al
     assert schedule.peak_bytes <= schedule.budget_bytes
     assert limits[-1] == (1.0 if found_in_a_part else 8.0)
     assert all(limit <= 1 for limit in limits[:-1])
+
+
+class Waits(Exception):
+    """Stands for waiting until the search is compiled."""
+
+
+@pytest.mark.parametrize(("proven_bytes", "raised"), [(1, Waits), (3, InfeasibleBudget)])
+def test_a_budget_that_only_the_search_may_keep_to_waits_for_it_to_be_compiled(proven_bytes, raised, monkeypatch):
+    def fail(*_):
+        raise InfeasibleBudget("not found", budget_bytes=2, proven_bytes=proven_bytes, reached_bytes=None)
+
+    def wait(_):
+        raise Waits
+
+    monkeypatch.setattr(PlanningBesideTraining, "_solved", fail)
+    monkeypatch.setattr(compiling, "await_compiled", wait)
+    graph = monetlite.trace(SmallCNN(), torch.randn(2, 3, 16, 16))
+    planning = PlanningBesideTraining([graph], "50%", *split_options({"device": "rtx-3090"}))
+    with pytest.raises(raised):
+        planning.first()
 
 
 def test_what_does_not_fit_is_refused_at_the_first_step(planned):
