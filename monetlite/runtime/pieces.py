@@ -22,9 +22,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import planned, tell, warn
-from monetlite.core.errors import (
-    TraceError,
-)
+from monetlite.core.errors import TraceError
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -58,9 +56,7 @@ from monetlite.runtime.recorded_step import Given, RecordedStep
 from monetlite.runtime.recording_policy import RecordingPolicy
 from monetlite.runtime.serving import own_bytes
 from monetlite.runtime.step_record import StepRecord
-from monetlite.tracing.capture import (
-    Joint,
-)
+from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.step_inputs import (
     autocast_dtype,

@@ -75,7 +75,7 @@ class RecordingPolicy:
         self._grown += not self.settling and outgrown
 
     def plan_again(self) -> bool:
-        """True if there may be another plan, as the final one exceeds the budget."""
+        """Count another plan, as the final one exceeds the budget; False if there were too many."""
         again = self.may_repeat
         self._records += again
         return again

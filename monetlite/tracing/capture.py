@@ -183,13 +183,9 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
         keep_saved_tensors()
         return forward(program, inputs, range(results, len(flat_outputs(program))))
 
-    def backward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        keep_saved_tensors()
-        return backward(program, inputs, ())
-
     compiled: Backend = aot_autograd(
         fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
+        bw_compiler=lambda program, inputs: backward(program, inputs, ()),
         inference_compiler=lambda program, inputs: forward(program, inputs, ()),
         partition_fn=partition_fn,
     )
