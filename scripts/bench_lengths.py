@@ -24,8 +24,8 @@ from torch import nn
 import monetlite
 from monetlite.checking.comparison.bench import environment
 from monetlite.core.units import format_bytes, parse_budget
-from monetlite.fx.torch_internals.torch_modules import called_instead
 from monetlite.profiling.memory_records import peak_growth_bytes
+from monetlite.runtime.in_place import training_of
 from monetlite.runtime.serving import own_bytes
 
 SHORTEST, LONGEST = 32, 512
@@ -192,7 +192,7 @@ def difference(model: Any, expected: list[torch.Tensor] | None) -> float:
 
 def count_programs(model: Any) -> list[int]:
     """Programs for each captured step, of a model within a budget."""
-    return [len(step.versions) for step in called_instead(model).plans.varying] or [0]
+    return [len(step.versions) for step in training_of(model).plans.varying.steps] or [0]
 
 
 def measured_peaks(model: Any, batches: list[torch.Tensor]) -> list[int]:

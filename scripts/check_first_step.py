@@ -23,7 +23,7 @@ from table_report import add_output, write_table
 import monetlite
 from monetlite.checking.trainee import default_loss
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.fx.torch_internals.torch_modules import called_instead
+from monetlite.runtime.in_place import training_of
 from monetlite.tracing import split_inputs
 from monetlite.tracing.capture import capture
 
@@ -85,7 +85,7 @@ def row(name: str, percent: int, time_limit: float) -> str:
         if monetlite.schedule_of(model) is not taken:
             taken = monetlite.schedule_of(model)
             taken_at.append(str(number))
-        if called_instead(model).plans.refinement is None or time.perf_counter() - began > MAX_SECONDS:
+        if training_of(model).schedules.search.schedule is None or time.perf_counter() - began > MAX_SECONDS:
             break
     waited = monetlite.optimize(captured, inputs, f"{percent}%", time_limit=time_limit)
     beyond = [first_seconds - plain_seconds - seconds for seconds in (graph_seconds, eager_seconds)]

@@ -67,7 +67,7 @@ def release(model: ModuleT) -> ModuleT:
     Raises:
         ModelError: it has no schedule.
     """
-    _training(model)
+    training_of(model)
     call_instead(model, None)
     return model
 
@@ -81,10 +81,15 @@ def schedule_of(model: nn.Module) -> Schedule | None:
     Raises:
         ModelError: it has no schedule.
     """
-    return model.schedule if isinstance(model, MONeTWrapper) else _training(model).schedules.current
+    return model.schedule if isinstance(model, MONeTWrapper) else training_of(model).schedules.current
 
 
-def _training(model: nn.Module) -> ScheduledTraining:
+def training_of(model: nn.Module) -> ScheduledTraining:
+    """What runs the training steps of a module that `within` was called on.
+
+    Raises:
+        ModelError: it was not.
+    """
     require_module(model)
     training = called_instead(model)
     if not isinstance(training, ScheduledTraining):
