@@ -85,7 +85,7 @@ def schedule_of(model: nn.Module) -> Schedule | None:
 
 
 def training_of(model: nn.Module) -> ScheduledTraining:
-    """What runs the training steps of a module that `within` was called on.
+    """The object that runs the training steps of a module that `within` was called on.
 
     Raises:
         ModelError: it was not.
