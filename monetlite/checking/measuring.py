@@ -222,7 +222,7 @@ def _growth(load: Callable[[], None], device: str) -> Growth | None:
 
 def _runs_without_labels(model: nn.Module, inputs: Inputs) -> bool:
     """Tell whether a model that computes its loss from `labels` can also do without."""
-    if not isinstance(inputs, dict) or "labels" not in inputs:
+    if "labels" not in split_inputs(inputs)[1]:
         return False
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False  # transformers makes the decoder's inputs of them

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 import zlib
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -241,8 +242,8 @@ def _checked_inputs(spec: str, inputs: Any) -> tuple[Any, ...] | dict[str, Any]:
         return (inputs,)
     if isinstance(inputs, tuple | list):
         return tuple(inputs)
-    if isinstance(inputs, dict) and all(isinstance(name, str) for name in inputs):
-        return inputs
+    if isinstance(inputs, (dict, UserDict)) and all(isinstance(name, str) for name in inputs):
+        return dict(inputs)
     raise ModelError(
         f"{spec} returned example inputs of type {type(inputs).__name__}; return a tuple of positional "
         "arguments, or a dict of keyword arguments"

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +26,10 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object] | Arguments
+Inputs: TypeAlias = (
+    torch.Tensor | tuple[object, ...] | list[object] | dict[str, Any] | UserDict[str, Any] | Arguments
+)
+"""Example inputs of a call: positional ones, or those of keywords. What a tokenizer returns is a `UserDict`."""
 
 
 def require_module(model: object) -> None:
@@ -43,7 +47,7 @@ def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, 
     """Example inputs as (positional, keyword) arguments."""
     if isinstance(example_inputs, Arguments):
         return example_inputs.args, dict(example_inputs.kwargs)
-    if isinstance(example_inputs, dict):
+    if isinstance(example_inputs, (dict, UserDict)):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 

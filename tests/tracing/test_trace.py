@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+from collections import UserDict
 
 import pytest
 import torch
@@ -296,6 +297,11 @@ def test_nothing_to_train():
     with pytest.raises(TraceError, match="nothing to train"):
         monetlite.trace(model, torch.randn(2, 4))
     assert monetlite.trace(model, torch.randn(2, 4, requires_grad=True)).operators
+
+
+def test_inputs_as_a_tokenizer_returns_them():
+    model, inputs = nn.Linear(3, 2), {"input": torch.randn(4, 3)}
+    assert monetlite.trace(model, UserDict(inputs)).structure == monetlite.trace(model, inputs).structure
 
 
 def test_evaluation_mode():
