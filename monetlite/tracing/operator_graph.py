@@ -78,8 +78,8 @@ def trace(
 
     Args:
         model: a module in training mode; on the CPU, a GPU, or the meta device.
-        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
-            shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
+        example_inputs: a tensor, a tuple of positional arguments, or keyword arguments (a dict, or what a
+            tokenizer returns). Only the shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
         device: the name of a GPU to trace for (`"rtx-4090"`), where the model is not on one: attention runs by
             other operators there than on a CPU.
         meta_device: the device that tensors on the meta device stand for.
