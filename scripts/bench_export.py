@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -111,7 +110,7 @@ def by_hand(model: Any, layers: int) -> Iterator[tuple[str, Any]]:
         yield name, copied
 
 
-def trainee(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Trainee:
+def trainee(model: Any, inputs: dict[str, torch.Tensor]) -> Trainee:
     return Trainee(model, (), inputs, default_loss, "cpu")
 
 
@@ -193,13 +192,13 @@ def trainer(name: str, args: argparse.Namespace) -> Iterator[str]:
     losses: list[list[float]] = []
     peaks: list[int] = []
 
-    class Measured(transformers.Trainer):
+    class Measured(transformers.Trainer):  # type: ignore[misc]  # transformers is read without types
         """Measures the memory of its last step."""
 
-        def training_step(self, *given: Any, **named: Any) -> torch.Tensor:
+        def training_step(self, *given: Any, **named: Any) -> Any:
             if self.state.global_step < args.steps - 1:
                 return super().training_step(*given, **named)
-            made = []
+            made: list[Any] = []
             grown = peak_growth_bytes(lambda: made.append(super(Measured, self).training_step(*given, **named)))
             peaks.append(search.step.resident.total + grown)
             return made[0]
@@ -242,9 +241,10 @@ def partitioner(name: str, args: argparse.Namespace) -> Iterator[str]:
             ours.step()
             peak = f"{ours.memory().peak_bytes / 1e6:.2f} MB"
         except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, InfeasibleBudget):
+            refusal = error.inner_exception
+            if not isinstance(refusal, InfeasibleBudget) or refusal.reached_bytes is None:
                 raise
-            peak = f"refused: {error.inner_exception.reached_bytes / 1e6:.2f} MB is the least"
+            peak = f"refused: {refusal.reached_bytes / 1e6:.2f} MB is the least"
         torch.compiler.reset()
 
         def backend(graph: Any, tensors: Any, share: float = share) -> Any:

@@ -45,10 +45,10 @@ class LongLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.before(x)
-        heads = (
+        query, key, value = (
             layer(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.result(mixed.transpose(1, 2).flatten(2))
         hidden = self.after(x)
         made: torch.Tensor = x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))

@@ -20,6 +20,7 @@ from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
+from monetlite.tracing import split_inputs
 
 WARM_UP = 10
 
@@ -28,7 +29,7 @@ class Small(NamedTuple):
     """A small model, its inputs by name, and what its parts are."""
 
     model: nn.Module
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     loss: Callable[[Any], torch.Tensor]
     text: str
 
@@ -51,7 +52,8 @@ def resnet50() -> Small:
     from monetlite.models import build_model
 
     built = build_model("resnet50", batch=2, input_size=(32, 32))
-    return Small(built.model, {"x": built.example_inputs[0]}, torch.sum, "2×3×32²")
+    (images,), _ = split_inputs(built.example_inputs)
+    return Small(built.model, {"x": images}, torch.sum, "2×3×32²")
 
 
 MODELS = {"gpt2": gpt2, "linears": linears, "resnet50": resnet50}
@@ -79,7 +81,7 @@ def run(name: str, device: str, repeats: int) -> Iterator[str]:
     )
     profile = monetlite.profile(monetlite.trace(small.model, small.inputs))
     schedule = monetlite.solve(profile, "1000%", implementations="default", time_limit=10)
-    models = {
+    models: dict[str, Any] = {
         "plain": small.model,
         "monetlite, no pressure": monetlite.MONeTWrapper(copy.deepcopy(small.model), schedule),
         "aot_eager": torch.compile(copy.deepcopy(small.model), backend="aot_eager"),

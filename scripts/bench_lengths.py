@@ -14,6 +14,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def main() -> None:
         seconds[name] = []
         for number, given in enumerate(batches):
             torch.manual_seed(number)
-            seconds[name].append(timed(lambda of=of, given=given: step(of, given)))
+            seconds[name].append(timed(partial(step, of, given)))
             if name == "plain" and number in compared(args.steps):
                 expected[number] = [parameter.grad.clone() for parameter in of.parameters()]
             if name == "monetlite":
@@ -198,12 +199,7 @@ def count_programs(model: Any) -> list[int]:
 def measured_peaks(model: Any, batches: list[torch.Tensor]) -> list[int]:
     """The peaks of steps, weights and inputs included."""
     resident_bytes = own_bytes([*model.parameters(), *model.buffers()])
-    return [
-        peak_growth_bytes(lambda given=given: (model.zero_grad(), step(model, given)))
-        + resident_bytes
-        + given.nbytes
-        for given in batches
-    ]
+    return [peak_growth_bytes(partial(step, model, given)) + resident_bytes + given.nbytes for given in batches]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ class _ConvNeXtBlock(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         inner = self.norm(self.depthwise(images).permute(0, 2, 3, 1))
         inner = self.second(nn.functional.gelu(self.first(inner))) * self.scale
-        return images + inner.permute(0, 3, 1, 2)
+        made: torch.Tensor = images + inner.permute(0, 3, 1, 2)
+        return made
 
 
 def convnext() -> nn.Module:
@@ -145,9 +146,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 def measure(name: str, shares: list[float], rounds: int, time_limit: float) -> dict[str, Any]:
     """One model's figures."""
-    from monetlite.checking.comparison.bench import Bench, environment
+    from monetlite.checking.comparison.bench import Bench, Contender, environment
     from monetlite.checking.comparison.peer_runs import Peer
-    from monetlite.checking.comparison.peers import Contender, inductor
+    from monetlite.checking.comparison.peers import inductor
     from monetlite.checking.comparison.scheduled_peers import scheduled
     from monetlite.checking.trainee import default_loss
     from monetlite.core.errors import InfeasibleBudget

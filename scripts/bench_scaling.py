@@ -18,6 +18,7 @@ import multiprocessing
 import resource
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from bench_solver import commit, hardware
 from synthetic_steps import chain_step, transformer_step
 
-from monetlite.core.costs import load_profile
+from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
@@ -36,7 +37,7 @@ from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
 
-MADE_UP = {"transformer": transformer_step, "chain": chain_step}
+MADE_UP: dict[str, Callable[[int], Profile]] = {"transformer": transformer_step, "chain": chain_step}
 
 
 def point(kind: str, what: int | Path, share: float, time_limit: float, seed: int) -> dict[str, Any]:

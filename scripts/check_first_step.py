@@ -23,6 +23,7 @@ from table_report import add_output, write_table
 import monetlite
 from monetlite.checking.trainee import default_loss
 from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.schedule import Schedule
 from monetlite.runtime.in_place import training_of
 from monetlite.tracing import split_inputs
 from monetlite.tracing.capture import capture
@@ -75,15 +76,15 @@ def row(name: str, percent: int, time_limit: float) -> str:
             percent += 10
             monetlite.release(model)
             torch._dynamo.reset()
-    first, taken_at = monetlite.schedule_of(model), []
+    first, taken_at = planned(model), []
     step(plain, call, keywords)
     worst, taken, began = difference(model, plain), first, time.perf_counter()
     for number in range(2, MAX_STEPS):
         for of in (plain, model):
             step(of, call, keywords, seed=number)
         worst = max(worst, difference(model, plain))
-        if monetlite.schedule_of(model) is not taken:
-            taken = monetlite.schedule_of(model)
+        if planned(model) is not taken:
+            taken = planned(model)
             taken_at.append(str(number))
         if training_of(model).schedules.search.schedule is None or time.perf_counter() - began > MAX_SECONDS:
             break
@@ -96,12 +97,20 @@ def row(name: str, percent: int, time_limit: float) -> str:
     )
 
 
+def planned(model: Any) -> Schedule:
+    """The schedule that a model trains by."""
+    schedule = monetlite.schedule_of(model)
+    assert schedule is not None
+    return schedule
+
+
 def step(model: Any, call: tuple[Any, ...], keywords: dict[str, Any], seed: int = 1) -> float:
     """Run a training step from a seed; the seconds it took."""
     model.zero_grad()
     torch.manual_seed(seed)
     began = time.perf_counter()
-    default_loss(model(*call, **keywords)).backward()
+    loss = default_loss(model(*call, **keywords))
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     return time.perf_counter() - began
 
 

@@ -131,7 +131,8 @@ def small_row(name: str) -> str:
 def measured(spec: str, batch: int, length: int | None, *, every: int = 0, budget_bytes: int = 0) -> int:
     """The peak of training here, as it is, with layers checkpointed, or within a budget."""
     built = build_model(spec, batch=batch, sequence_length=length)
-    model, inputs = built.model.train(), built.example_inputs
+    model: Any = built.model.train()
+    inputs = built.example_inputs
     if every:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))

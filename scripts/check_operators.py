@@ -80,7 +80,7 @@ def step(trained: Callable[..., torch.Tensor], model: Model) -> list[torch.Tenso
     model.zero_grad()
     inputs = model.fresh()
     loss = trained(*inputs)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     return [loss.detach(), *(item.grad for item in [*model.parameters(), *inputs]), torch.get_rng_state()]
 
 
@@ -106,8 +106,8 @@ def smallest(model: Model) -> Schedule:
     try:
         return monetlite.solve(profile, 1, time_limit=1)
     except InfeasibleBudget as error:
-        budgets = [error.reached_bytes, "100%"]
-    for budget in filter(None, budgets):
+        budgets: list[int | str] = ["100%"] if error.reached_bytes is None else [error.reached_bytes, "100%"]
+    for budget in budgets:
         try:
             return monetlite.solve(profile, budget, time_limit=1)
         except InfeasibleBudget:
@@ -143,14 +143,15 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Any], A
         name = f"{info.name}.{info.variant_test_name}".removesuffix(".")
         if (args.name and info.name not in args.name) or not info.supports_autograd:
             continue
-        if dtype not in info.supported_backward_dtypes("cpu"):
+        if dtype not in info.supported_backward_dtypes("cpu"):  # type: ignore[no-untyped-call]  # torch has no types for it
             continue
         variants: list[tuple[str, Callable[..., Any]]] = [("", info.op)]
-        if info.inplace_variant:
-            variants.append((", in place", in_place(info.inplace_variant)))
+        inplace: Callable[..., Any] | None = info.inplace_variant
+        if inplace is not None:
+            variants.append((", in place", in_place(inplace)))
         for variant, operator in variants:
             torch.manual_seed(0)
-            samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
+            samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))  # type: ignore[no-untyped-call]  # torch has no types for it
             count = min(len(samples), 1 if variant else args.samples)
             for at in range(count):
                 yield name + variant, operator, samples[at * (len(samples) - 1) // max(1, count - 1)]
@@ -185,7 +186,9 @@ def main() -> None:
     torch.set_num_threads(1)
     meters.MIN_RUNS = meters.MAX_RUNS = 1
     # PyTorch's table seeds operators that draw, by a function that can't be captured. Steps are seeded here.
-    common_methods_invocations.wrapper_set_seed = lambda operator, *given, **named: operator(*given, **named)
+    vars(common_methods_invocations)["wrapper_set_seed"] = lambda operator, *given, **named: operator(
+        *given, **named
+    )
     about = (
         f"PyTorch's samples of {args.dtype}, part {args.part}: each operator as a model, in the smallest budget found. "
         "Operators that are not listed are captured whole and train to the same bits."

@@ -311,7 +311,8 @@ def allocator_one(args: argparse.Namespace, part: str, name: str) -> int:
             model, inputs = built(name, args, args.device)
             trained = model if schedule is None else monetlite.MONeTWrapper(model, schedule)
             for _ in range(3):
-                default_loss(trained(*inputs)).backward()
+                loss = default_loss(trained(*inputs))
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
                 model.zero_grad()
 
         try:

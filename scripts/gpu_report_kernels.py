@@ -51,6 +51,6 @@ def recorded_kernels(step: Callable[[], object]) -> dict[str, Any]:
     kernels = [
         (event.start_ns() / 1e6, event.duration_ns() / 1e6, event.name())
         for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # not declared
     ]
     return kernel_times(kernels, STEPS) if kernels else {}

@@ -30,7 +30,8 @@ class Block(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x))
+        made: torch.Tensor = x + self.mlp(self.norm2(x))
+        return made
 
 
 class Language(nn.Module):
@@ -60,7 +61,8 @@ class Vision(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         patches = self.patches(images).flatten(2).transpose(1, 2) + self.places
-        return self.head(self.norm(self.blocks(patches)).mean(1))
+        scores: torch.Tensor = self.head(self.norm(self.blocks(patches)).mean(1))
+        return scores
 
 
 class RootMeanSquare(nn.Module):
@@ -98,7 +100,8 @@ class LlamaBlock(nn.Module):
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         read = self.norm2(x)
-        return x + self.down(nn.functional.silu(self.gate(read)) * self.up(read))
+        made: torch.Tensor = x + self.down(nn.functional.silu(self.gate(read)) * self.up(read))
+        return made
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

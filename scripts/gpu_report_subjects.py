@@ -23,7 +23,8 @@ def built(name: str, args: argparse.Namespace, device: str) -> Built:
 
 
 def tolerance_of(name: str, args: argparse.Namespace) -> float:
-    return max(SUBJECTS[name].tolerance, args.tolerance)
+    asked: float = args.tolerance
+    return max(SUBJECTS[name].tolerance, asked)
 
 
 def layouts_of(name: str, args: argparse.Namespace) -> list[str]:

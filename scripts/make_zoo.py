@@ -17,7 +17,7 @@ import monetlite
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
-from monetlite.core.source import ModelSource
+from monetlite.core.source import Dtype, ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo.check import Checked, Checker, build, traced
@@ -43,7 +43,7 @@ def images(model: str, batch: int, size: tuple[int, int] = (224, 224)) -> ModelS
     return ModelSource(model=model, batch=batch, input_size=size)
 
 
-def tokens(model: str, batch: int, length: int, dtype: str | None = None) -> ModelSource:
+def tokens(model: str, batch: int, length: int, dtype: Dtype | None = None) -> ModelSource:
     return ModelSource(model=model, batch=batch, sequence_length=length, dtype=dtype)
 
 

@@ -115,6 +115,7 @@ class ChangesInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(WIDTH, 256), nn.BatchNorm1d(256), nn.Linear(256, WIDTH)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -234,7 +235,7 @@ class SparseEmbedding(nn.Module):
         self.embed, self.part = nn.Embedding(50, WIDTH), mlp()
 
     def forward(self, tokens: torch.Tensor) -> Any:
-        kinds, back = tokens.unique(return_inverse=True)
+        kinds, back = tokens.unique(return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         return self.part(self.embed(kinds))[back]
 
 

@@ -179,7 +179,7 @@ def images(kind: str) -> tuple[nn.Module, Any]:
         "embedding_size": 16, "patch_size": 4, "window_size": 4,
     }  # fmt: skip
     plain = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    keys = {"image_size": size, "num_labels": 3}
+    keys: dict[str, Any] = {"image_size": size, "num_labels": 3}
     if kind in ("vit", "deit", "beit", "dinov2", "vit_msn", "data2vec-vision"):
         keys |= plain | {"patch_size": 16}
     elif kind in ("swin", "swinv2", "resnet", "regnet", "convnext", "convnextv2", "bit", "focalnet", "dinat"):

@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -37,11 +38,12 @@ def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def small_image_resnet(size: int) -> nn.Module:
     """ResNet-18 with ten classes and the stem people use for small images: 3×3, stride 1, no pooling."""
-    model = build_model("resnet18", batch=1, input_size=(size, size)).model
+    model: Any = build_model("resnet18", batch=1, input_size=(size, size)).model
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     model.fc = nn.Linear(model.fc.in_features, 10)
-    return model
+    made: nn.Module = model
+    return made
 
 
 class Run:
@@ -58,7 +60,7 @@ class Run:
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(pixels), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         self.times_ms.append((time.perf_counter() - start) * 1000)
         self.losses.append(loss.item())
@@ -68,7 +70,8 @@ class Run:
         other = copy.deepcopy(self.model)
 
         def step() -> None:
-            functional.cross_entropy(other(pixels), labels).backward()
+            loss = functional.cross_entropy(other(pixels), labels)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
 
         step()
         for parameter in other.parameters():
@@ -78,7 +81,7 @@ class Run:
     def accuracy(self, pixels: torch.Tensor, labels: torch.Tensor) -> float:
         self.model.eval()
         with torch.no_grad():
-            found = torch.cat([self.model(part).argmax(1) for part in pixels.split(64)])
+            found = torch.cat([self.model(part).argmax(1) for part in torch.split(pixels, 64)])
         self.model.train()
         return (found == labels).float().mean().item()
 
@@ -111,7 +114,7 @@ def main() -> None:
         run.measure_peak(example, train_labels[: args.batch])
     order = torch.Generator().manual_seed(1)
     for epoch in range(args.epochs):
-        for batch in torch.randperm(len(train_labels), generator=order).split(args.batch):
+        for batch in torch.split(torch.randperm(len(train_labels), generator=order), args.batch):
             for run in runs:
                 run.step(train_pixels[batch].contiguous(), train_labels[batch])
         print(f"epoch {epoch + 1}: " + ", ".join(f"{run.name} loss {run.losses[-1]:.6f}" for run in runs))
