@@ -106,9 +106,9 @@ class Terminal:
     def searching(self, text: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         """A live line of a search, which may have to be compiled first."""
         self._import("monetlite.solving.solver")
-        from monetlite.solving.annealing.compiling import is_cached
+        from monetlite.solving.annealing.compiling import announcement, is_ready
 
-        note = "" if is_cached() else "; the search is compiled first, once on this machine"
+        note = "" if is_ready() else f", after {announcement()}"
         return self.line(text + note, LOG_SECONDS)
 
 

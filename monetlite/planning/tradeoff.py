@@ -11,7 +11,7 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiling import ensure_compiled, is_cached
+from monetlite.solving.annealing.compiling import announcement, ensure_compiled, is_ready
 from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.search import search
@@ -129,9 +129,9 @@ def trade_off(
         if progress is not None:
             progress(what, done, 2 + 4 * points)
 
-    if not is_cached():
+    if not is_ready():
         # No budget's time should go into this, nor its result depend on it.
-        begin("compiling the search, once on this machine", 0)
+        begin(announcement(), 0)
         ensure_compiled(now() + _COMPILING_SECONDS)
     begin("the smallest feasible budget", 0)
     smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])

@@ -7,7 +7,7 @@ from functools import partial
 from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
-from monetlite.solving.annealing.compiling import is_cached
+from monetlite.solving.annealing.compiling import is_ready
 from monetlite.solving.blocks.deep_step import DeepStep, in_blocks
 from monetlite.solving.blocks.nested_plans import nested_plans, unit_places
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
@@ -89,7 +89,7 @@ def bracket_smallest(
             incumbent.offer(exact.smallest_reached_steps, "smallest")
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
-    elif is_cached():
+    elif is_ready():
         _nest_plans(incumbent, deep, seconds=seconds, seed=seed, should_stop=should_stop)
     left = deadline - now()
     if left > 0 and not should_stop():

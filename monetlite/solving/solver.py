@@ -18,7 +18,7 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiled import Integers
-from monetlite.solving.annealing.compiling import is_cached, still_compiling
+from monetlite.solving.annealing.compiling import is_ready, still_compiling
 from monetlite.solving.annealing.flat_problem import flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
@@ -186,7 +186,7 @@ class _PeakSolve:
             return False
         self._try_settings()
         large = len(problem.graph.operators) > SMALL_OPERATORS
-        self.deep = in_blocks(problem.profile, self.options.seed) if large and is_cached() else None
+        self.deep = in_blocks(problem.profile, self.options.seed) if large and is_ready() else None
         if self.deep is not None and not self.should_stop():
             self._plan_blocks(self.deep, *STAGES[0], at_most=len(problem.graph.operators) / _OPERATORS_A_SECOND)
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
@@ -245,7 +245,7 @@ class _PeakSolve:
         flat = flatten(self.problem)
         for base in (keep_everything(flat), read_least(flat)):
             deadline = now() + max(_FIRST_SECONDS, _FIRST_SHARE * self.left)
-            greedy = Greedy(flat, self.budget_bytes, base=base, interpreted=not is_cached(), deadline=deadline)
+            greedy = Greedy(flat, self.budget_bytes, base=base, interpreted=not is_ready(), deadline=deadline)
             first = greedy.first()
             if first is not None:
                 self.incumbent.offer(first, "greedy")

@@ -3,6 +3,7 @@
 import os
 import random
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[li
 
     monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compiling, "_compiling", None)
+    monkeypatch.setattr(compiling, "_loaded", False)
     monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
@@ -114,7 +116,7 @@ def test_a_solve_waits_for_what_is_compiled_once(
     assert time.monotonic() - began >= 0.2
     assert told == ["compiling the search, once on this machine"]
     assert len(nothing_compiled) == 1
-    monkeypatch.setattr(compiling, "is_cached", lambda: True)
+    monkeypatch.setattr(compiling, "is_ready", lambda: True)
     compiling.await_compiled(told.append)
     assert len(told) == 1
 
@@ -129,9 +131,32 @@ def test_the_process_that_compiles_finds_modules_as_this_one(
     assert compiling._compiler().wait() == 0
 
 
-def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_it_compiles_here_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
     monkeypatch.setattr(compiled, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiling, "_loaded", False)
+    compiling.await_compiled(told.append)
+    compiling.await_compiled(told.append)
+    assert len(told) == 1
+    assert "NUMBA_CACHE_DIR" in told[0]
+    assert compiling.is_ready()
     assert compiling.ensure_compiled(0.0)
+
+
+def test_a_full_disk_keeps_no_search_from_running(tmp_path: Path) -> None:
+    """Numba writes each function once it is compiled."""
+    script = """
+import numba.core.caching as caching, warnings
+def full(*_): raise OSError(28, "No space left on device")
+caching.FunctionCache.save_overload = full
+from monetlite.solving.annealing import compiling
+with warnings.catch_warnings(record=True) as caught:
+    compiling.load()
+assert [str(item.message)[-23:] for item in caught] == ["No space left on device"], caught
+assert compiling.is_ready()
+"""
+    environment = {**child_processes.own_environment(), "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numba
 
+from monetlite.core.announcing import warn
 from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Resident
@@ -24,14 +25,45 @@ from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
-_COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling import load; load()"
+_COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling import fill_cache; fill_cache()"
 COMPILING_SECONDS = 60.0
 """The most time that a solve waits for its code. A busy machine may take longer: then it solves without."""
 _compiling: "subprocess.Popen[bytes] | None" = None
+_loaded = False
+"""True once this process has the code."""
+
+
+def fill_cache() -> None:
+    """Compile everything into numba's cache.
+
+    Raises:
+        OSError: it can't be kept there.
+    """
+    _use_everything()
+    marker = _marker()
+    if marker is not None:
+        with contextlib.suppress(OSError):
+            marker.write_text(_fingerprint(), encoding="utf-8")
 
 
 def load() -> None:
-    """Compile everything, or load what was compiled before."""
+    """Compile everything, or load what was compiled. What can't be kept (a full disk) serves this process."""
+    global _loaded
+    unkept: OSError | None = None
+    for left in reversed(range(len(vars(compiled)))):
+        try:
+            _use_everything()
+            break
+        except OSError as error:  # One more function is compiled, and not compiled again.
+            if not left:
+                raise
+            unkept = error
+    _loaded = True
+    if unkept is not None:
+        warn(f"each process compiles the search, as numba can't keep it: {unkept}")
+
+
+def _use_everything() -> None:
     # Compiling depends on types alone: nothing at all will do.
     graph = OperatorGraph(name="empty", operators=(), values=(), resident=Resident())
     flat = flatten(Problem.of(Profile(graph=graph, device="", kind=ProfileKind.ESTIMATED, costs=())))
@@ -39,10 +71,6 @@ def load() -> None:
     run = AnnealingRun(keep_everything(flat), AnnealingCost(budget_bytes=1), (1.0, 0.1), (1.0, 2.0), 1)
     workspace.advance(run, 1.0, lambda: False)
     workspace.steps(run.choices, 1)
-    marker = _marker()
-    if marker is not None and not is_cached():
-        with contextlib.suppress(OSError):
-            marker.write_text(_fingerprint(), encoding="utf-8")
 
 
 def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
@@ -50,7 +78,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
     """
-    if is_cached() or compiled.cache_folder() is None:  # where nothing is kept, no other process can help
+    if is_ready() or compiled.cache_folder() is None:  # where nothing is kept, no other process can help
         load()
         return True
     process = _compiler()
@@ -68,14 +96,14 @@ def await_compiled(tell: Callable[[str], None]) -> None:
 
     `tell` is given a line if that takes time.
     """
-    if not is_cached():
-        tell("compiling the search, once on this machine")
+    if not is_ready():
+        tell(announcement())
         ensure_compiled(now() + COMPILING_SECONDS)
 
 
 def begin_compiling() -> None:
     """Have another process compile, if numba has nothing in its cache, while this one does something else."""
-    if not is_cached() and compiled.cache_folder() is not None:
+    if not is_ready() and compiled.cache_folder() is not None:
         _compiler()
 
 
@@ -98,11 +126,18 @@ def still_compiling() -> bool:
     return _compiling is not None and _compiling.poll() is None
 
 
-def is_cached() -> bool:
-    """True if numba's cache has the code for the source as it is, and this version of numba."""
+def announcement() -> str:
+    """A line that tells of compiling."""
+    if compiled.cache_folder() is not None:
+        return "compiling the search, once on this machine"
+    return "compiling the search, as each process does: numba has no folder to keep it (NUMBA_CACHE_DIR names one)"
+
+
+def is_ready() -> bool:
+    """True if this process has the code, or numba's cache, for the source as it is, and this version of numba."""
     marker = _marker()
     try:
-        return marker is not None and marker.read_text(encoding="utf-8") == _fingerprint()
+        return _loaded or (marker is not None and marker.read_text(encoding="utf-8") == _fingerprint())
     except OSError:
         return False
 
