@@ -162,7 +162,7 @@ def _importable(folder: Path) -> Iterator[None]:
 def _load_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     # A name of its own per file: `model.py` must not shadow, or be taken for, an importable module `model`.
-    name = f"_monetlite_model_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = f"_monetlite_model_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     loader = importlib.util.spec_from_file_location(name, path)
     assert loader is not None, "a .py file always has a spec"
     assert loader.loader is not None, "and a loader"

@@ -1,5 +1,6 @@
 """A person's own `file.py:function` and `module:function`, and what they are told when it doesn't work."""
 
+import os
 import sys
 import textwrap
 
@@ -86,6 +87,13 @@ def test_files_import_their_neighbours_and_packages_resolve(write, tmp_path, mon
     assert sys.path == before
     monkeypatch.chdir(tmp_path)
     assert build_model("net:build").batch == 2
+
+
+def test_a_folder_whose_name_is_not_utf_8(write, tmp_path):
+    folder = tmp_path / os.fsdecode(b"mod\xe8les")
+    folder.mkdir()
+    path = write("def build():\n    return nn.Linear(3, 2), torch.randn(4, 3)", folder / "net.py")
+    assert build_model(f"{path}:build").batch == 4
 
 
 def test_missing_things(write, tmp_path):
