@@ -246,16 +246,16 @@ class PiecewiseTraining:
                 self._planning.advance(now - self._border)
             else:
                 record, self._record = self._record, None
-                recorded = record.end()
-                if recorded is not None:
-                    self._policy.note_record(self._step.outgrown)
-                    try:
+                try:
+                    recorded = record.end()
+                    if recorded is not None:
+                        self._policy.note_record(self._step.outgrown)
                         self._learn(recorded)
-                    except BaseException:
-                        self._planning.plans, self._policy.wanted = [], True  # no step goes on unplanned, unsaid
-                        raise
-                elif self._planning.last is None:
-                    self._policy.wanted = True
+                    elif self._planning.last is None:
+                        self._policy.wanted = True
+                except BaseException:
+                    self._planning.plans, self._policy.wanted = [], True  # no step goes on unplanned, unsaid
+                    raise
         self._border = time.monotonic()
 
     def _learn(self, recorded: RecordedStep) -> None:

@@ -80,6 +80,7 @@ class StepRecord:
         self._memory.mark("step")
 
     def _note(self, parameter: torch.Tensor) -> None:
+        self._backward_goes_on()
         self._gradients[id(parameter)] = (self._begun[-1] if self._begun else None), parameter.nbytes
 
     def _serial(self, node: Any) -> int:
@@ -142,17 +143,21 @@ class StepRecord:
         self._repeats |= may_come_again() or in_batches()
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
-            if not self._in_backward:
-                self._in_backward = True
-                when_backward_ends(self._backward_ended)
+            self._backward_goes_on()
             gone = self._let_go_since()
             self._freed_outputs[waiting[-1]] = sum(gone.get(storage, 0) for storage in self._made[waiting[-1]])
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
 
+    def _backward_goes_on(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            when_backward_ends(self._backward_ended)  # unless an exception ends it
+
     def _backward_ended(self) -> None:
         self._in_backward = False
-        self._memory.mark(_BACKWARD_ENDS, last=len(self._begun) == len(self._runs))
+        if self._begun:
+            self._memory.mark(_BACKWARD_ENDS, last=len(self._begun) == len(self._runs))
 
     def _let_go_since(self) -> dict[Any, int]:
         """The storages that have gone since the last part of a piece began or ended, and their bytes."""
@@ -174,12 +179,12 @@ class StepRecord:
         self._seen = []
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it was disturbed, had ended, or had no backward pass."""
+        """The recorded step; None if it was disturbed, had ended, or had no backward pass that ended."""
         self._memory.mark("end", last=True)
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()
-        if not found or not (self._begun or self._gradients):
+        if not found or self._in_backward or not (self._begun or self._gradients):
             return None
         marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
         until, ended = marks.get(_BACKWARD_ENDS, (len(found) - 1, found[-1]))

@@ -25,6 +25,7 @@ from monetlite.profiling.memory_records import is_profiling
 from monetlite.runtime import breaks, model_in_pieces
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.pieces_planning import PiecesPlanning
+from monetlite.runtime.step_record import StepRecord
 
 
 class ScalesByAMean(nn.Module):
@@ -345,6 +346,61 @@ def test_a_recorded_step_that_fails_is_recorded_again():
     for seed in range(2):
         assert_same(step(model, (x,), seed), step(plain, (x,), seed))
     assert monetlite.schedule_of(model) is not None
+
+
+@torch.compiler.disable
+def outside(module, x):
+    return module(x)
+
+
+class EndsOutside(nn.Module):
+    """Two pieces, and a layer behind them that isn't captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        graph_break()
+        return outside(self.last, self.second(x))
+
+
+def refuse(gradient):
+    raise ValueError("no more")
+
+
+@pytest.mark.parametrize("name", ["second", "last"])
+def test_a_recorded_step_whose_backward_pass_fails_is_recorded_again(name):
+    plain, x = EndsOutside(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="120%", **QUICK)
+    step(model, (x,))
+    hook = getattr(model, name).weight.register_hook(refuse)
+    with pytest.raises(ValueError, match="no more"):
+        step(model, (x,))
+    hook.remove()
+    step(model, (x,))
+    with pytest.warns(UserWarning, match="It trains in 2 pieces"):
+        found = step(model, (x,))
+    assert_same(found, step(plain, (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_step_is_recorded_again_where_ctrl_c_loses_the_record(monkeypatch):
+    model, x = monetlite.within(Fails(), budget="120%", **QUICK), torch.randn(64, 16)
+    for _ in range(2):
+        step(model, (x,))
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRecord, "end", raise_keyboard_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, (x,))
+    for _ in range(2):
+        step(model, (x,))
+    assert monetlite.schedule_of(model) is not None
+
+
+def raise_keyboard_interrupt(_record):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
