@@ -6,7 +6,8 @@ A run holds at most P - R, so runs that count n times as much as the largest tak
 A run counts by the bytes of its inputs, and by a part that all have.
 
 Runs count when a backward pass begins: one whose loss is left out (`if not loss.isfinite(): continue`) may still be
-there when the next one begins, and is gone by then.
+there when the next one begins, and is gone by then. One that is there, and has no backward pass (its step was
+interrupted, and a traceback holds its output), counts where two steps in turn have such runs.
 
 A budget in percent needs no share: plain training runs as often.
 """
@@ -35,7 +36,7 @@ class OpenRuns:
         optimizer: whose state is counted, if any.
 
     Attributes:
-        most: the most runs that there were when a backward pass began.
+        most: the most runs that count in a step.
         alone: True if no other run was there when the last one began, nor ever when a backward pass did.
     """
 
@@ -47,6 +48,11 @@ class OpenRuns:
         self._steps: list[CapturedStep] = []
         self._sizes: list[int] = []
         """Bytes of the inputs of the last runs, in order."""
+        self._held_sizes: list[int] = []
+        """The same of the most runs with which a backward pass of the present step began."""
+        self._begun = self._differentiated = 0  # runs of the present step, and their backward parts
+        self._begun_before = 0
+        """Runs of the step before that were there when a backward pass began."""
         self._largest_bytes = 0
         self.most, self._most_weight = 1, 1.0
         self.alone = True
@@ -74,12 +80,21 @@ class OpenRuns:
         return sum(step.open_runs() for step in self._steps)
 
     def backward_begins(self) -> None:
-        """Count the runs that a backward pass begins with."""
-        runs = self._open()
+        """Note the runs that a backward pass begins with."""
+        self._differentiated += 1
+        if (runs := self._open()) > len(self._held_sizes):
+            self._held_sizes = self._sizes[-runs:]
+
+    def _count_step(self) -> None:
+        """Count the runs of the step that has ended."""
+        held = len(self._held_sizes)
+        begun = min(held, self._begun)
+        runs = max(min(held, self._differentiated), min(begun, self._begun_before))
         self.most = max(self.most, runs)
         if runs > 1:
-            sizes = self._sizes[-runs:]
+            sizes = self._held_sizes[-runs:]
             self._most_weight = max(self._most_weight, sum(self._count_of(size, max(sizes)) for size in sizes))
+        self._held_sizes, self._begun, self._differentiated, self._begun_before = [], 0, 0, begun
 
     def forget(self) -> None:
         """Count no runs of what was captured before."""
@@ -95,6 +110,9 @@ class OpenRuns:
             size_bytes: of its inputs.
         """
         before = self._open()
+        if self._differentiated:
+            self._count_step()
+        self._begun += 1
         self.alone = before == 0 and self.most == 1
         self._sizes = [*self._sizes[-before:], size_bytes] if before else [size_bytes]
         self._largest_bytes = max(self._largest_bytes, size_bytes)

@@ -94,6 +94,22 @@ def test_a_run_whose_loss_is_left_out_shares_no_budget(inputs):
     assert budgets == {peak_bytes}
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_a_run_without_a_backward_pass_shares_the_budget_if_each_step_has_one(always, inputs):
+    """An interrupted step leaves one while a traceback is kept, and a comparison may hold one in each step."""
+    plain = network()
+    peak_bytes = own_bytes(plain, inputs) + 2 * peak_growth_bytes(lambda: triplet(plain, inputs))
+    trained = monetlite.within(twin(plain), budget=peak_bytes, device="cpu", time_limit=0.3)
+    left = []
+    for number in range(5):
+        if always or number == 1:
+            left.append(trained(inputs[1]))
+        trained(inputs[0]).square().mean().backward()
+        if number > 2:
+            left.clear()
+    assert (monetlite.schedule_of(trained).budget_bytes < peak_bytes) == always
+
+
 def test_a_share_of_plain_training_is_one_of_each_run(inputs):
     trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=3, wait=True)
     for _ in range(3):  # after which the loss is known
