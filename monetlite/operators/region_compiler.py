@@ -48,8 +48,9 @@ def _is_for_cpu(text: str) -> bool:
 
 
 def _marker(text: str) -> Path:
-    """The file beside Inductor's own that says that a region was compiled, for so many threads."""
-    digest = hashlib.sha256(f"{text} {torch.get_num_threads()} {torch.__version__}".encode()).hexdigest()
+    """The file beside Inductor's own that says that a region was compiled, for so many threads of such a CPU."""
+    cpu = f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
+    digest = hashlib.sha256(f"{text} {cpu} {torch.__version__}".encode()).hexdigest()
     return Path(cache_folder()) / "monetlite_regions" / digest[:24]
 
 

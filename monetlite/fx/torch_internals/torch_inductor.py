@@ -6,6 +6,7 @@
 | `select_decomp_table`, `lowering` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
+| `cache_key_tag` | part of that folder's keys; code for another CPU's vectors would be found, and compute nonsense |
 | `size_asserts` | checks of strides; a region would read other elements where its operand is laid out otherwise |
 | `alignment_asserts` | checks of addresses, which a region need not make |
 | `triton.cudagraphs` | graphs with memory of their own; a region's peak would not be the predicted one |
@@ -56,8 +57,19 @@ def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile a program of operators that Inductor knows; returns a function of one list."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with torch_random():
+    with torch_random(), _cached_for_this_cpu():
         return compile_fx_inner(program, list(inputs))
+
+
+def _cached_for_this_cpu() -> AbstractContextManager[None]:
+    """Have code be found by CPUs with the same vectors alone.
+
+    Inductor's keys leave them out: it compiles loops over AVX-512's vectors for AVX2's, which then skip elements.
+    """
+    from torch.compiler import config
+
+    tag = f"{config.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"
+    return patched(config.patch(cache_key_tag=tag))
 
 
 def decomposed(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:

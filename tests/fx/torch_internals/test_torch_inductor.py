@@ -69,15 +69,18 @@ def test_strides_of_arguments_are_checked(lowered: list[GraphLowering]) -> None:
     assert not of_other.user_visible_output_strides
 
 
-def test_a_function_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_found_in_the_cache_by_a_cpu_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     given = [((5, 7), (7, 1), torch.float32, torch.device("cpu"))]
     found = []
-    for _ in range(2):
+    for kind in ("AVX512", "AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda kind=kind: kind)
         counters.clear()
         compile_alone(run, given, [(7, 1)])
         found.append((counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]))
-    assert found == [(1, 0), (0, 1)]
+    assert found == [(1, 0), (0, 1), (1, 0)]
 
 
 def test_it_is_compiled_while_dynamo_captures_something_else() -> None:
