@@ -63,14 +63,14 @@ class Breaks:
             return
         self._told_of_pieces = True
         outside = sum(item.forward_ms + item.backward_ms for item in recorded.outside) / 1e3
-        captured = recorded.capture_seconds  # between pieces
-        share = 1 - max(0.0, outside - captured) / max(1e-9, recorded.seconds - captured)
+        share = max(0.0, 1 - outside / recorded.seconds) if recorded.seconds else None
+        told = "" if share is None else f", with {share:.0%} of the step's time planned"
         kept_bytes = sum(item.kept_bytes for item in recorded.outside)
         pieces = "1 piece" if len(recorded.planned) == 1 else f"{len(recorded.planned)} pieces"
         warn(
-            f"{self._name} can't be captured whole. It trains in {pieces}, with {max(0.0, share):.0%} of the step's"
-            f" time planned; code between them runs as in plain training, and keeps {format_bytes(kept_bytes)}."
-            f"{ignored} whole=True refuses that. What ends pieces:{self.listed}"
+            f"{self._name} can't be captured whole. It trains in {pieces}{told}; code between them runs as in plain"
+            f" training, and keeps {format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:"
+            f"{self.listed}"
         )
 
     def warn_of_runs(self) -> None:

@@ -82,7 +82,7 @@ class RecordedStep:
         outside: the code before each of those and after the last.
         in_order: False where that is why.
         growth_bytes: most memory of the step until its backward pass ends, beyond what is in use when it begins.
-        seconds: its time; `capture_seconds` of it went into captures.
+        seconds: its time; 0 where captures took a part of it, and that of the code outside isn't known either.
         repeats: whether backward parts kept what they read for another pass, or ran for a batch of gradients.
     """
 
@@ -93,7 +93,6 @@ class RecordedStep:
     in_order: bool
     growth_bytes: int
     seconds: float = 0.0
-    capture_seconds: float = 0.0
     repeats: bool = False
 
     @property

@@ -73,6 +73,18 @@ def test_what_separates_the_pieces_is_told_once_and_whole_refuses():
         model(x)
 
 
+def test_time_of_captures_is_not_taken_for_that_of_code_between_the_pieces():
+    """The second step captures the pieces once more, for any size."""
+    model = monetlite.within(Reads(), budget="100%", **QUICK)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in (64, 60, 60):
+            model(torch.randn(rows, 64)).sum().backward()
+    (said,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
+    assert "It trains in 2 pieces; " in said
+    assert monetlite.schedule_of(model).plain_latency_ms < 100
+
+
 class AsksForAGradient(nn.Module):
     """Asks for a gradient of its first piece in the forward pass."""
 
