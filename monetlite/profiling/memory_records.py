@@ -21,6 +21,8 @@ from monetlite.fx.torch_internals.torch_profiler import marked_allocations, memo
 from monetlite.profiling.gpu_peak import GpuPeak
 
 _MARK = "monetlite mark "
+_WAIT_SECONDS = 30.0
+"""The most time that a measurement waits for a step that another thread records."""
 
 
 def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
@@ -41,22 +43,26 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
-    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
+    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes.
+
+    Raises:
+        RuntimeError: another thread of this process has torch's profiler on, and goes on with it.
+    """
     _leave_open_record()
-    profiler = _started_profiler()
+    profiler = _Profiler(_WAIT_SECONDS)
     try:
         function()
     finally:
-        _stop(profiler)
-    return [total for name, total in _totals(marked_allocations(profiler, _MARK)) if not name]
+        profiler.stop()
+    return [total for name, total in profiler.totals() if not name]
 
 
 class MemoryRecord:
     """Memory of a stretch of a program between marks. Begins when it is made, on this thread.
 
-    It also ends, unread, when it is collected, when the process exits (which would crash while torch's profiler is
-    on), and where `may_profile` finds it to be left. It may last on after its last mark: torch's profiler can't be
-    stopped in a backward pass.
+    It also ends, unread, when it is collected, when its thread ends or the process exits (which would crash while
+    torch's profiler is on), and where `may_profile` finds it to be left. It may last on after its last mark, as
+    torch's profiler can't be stopped in a backward pass.
 
     Raises:
         RuntimeError: torch's profiler is in use, or another record is open.
@@ -65,15 +71,15 @@ class MemoryRecord:
     def __init__(self, device: str) -> None:
         if not may_profile():
             raise RuntimeError("torch's profiler is on")
-        self._profiler = _started_profiler() if device == "cpu" else None
+        self._profiler = _Profiler() if device == "cpu" else None
         self._thread = threading.get_ident()
-        self._stopped = weakref.finalize(self, _stop_in_thread, self._profiler, self._thread)
+        self._stopped = weakref.finalize(self, _ended, self._profiler)
         self._marks: list[MemoryMark] = []
         self._times: list[float] = []
         self._found: list[MemoryMark] | None = None
         self.is_complete = False
         self.awaited = False  # somebody else wants to profile
-        _recording.record = weakref.ref(self)
+        _recording.last = _LastRecord(self, self._profiler)
         self._peak = GpuPeak() if self._profiler is None else None
 
     @property
@@ -114,7 +120,7 @@ class MemoryRecord:
         if self._profiler is None:
             return self._marks
         peak = live = 0
-        for name, total in _totals(marked_allocations(self._profiler, _MARK)):
+        for name, total in self._profiler.totals():
             if not name:
                 live, peak = total, max(peak, total)
                 continue
@@ -138,12 +144,31 @@ class MemoryMark:
     seconds: float
 
 
+class _LastRecord:
+    """The last record that was made on a thread, weakly. It is left when the thread ends, which deletes this."""
+
+    def __init__(self, record: MemoryRecord, profiler: "_Profiler | None") -> None:
+        self._record, self._profiler = weakref.ref(record), profiler
+
+    def open(self) -> MemoryRecord | None:
+        """The record, if it is open. Another thread may have ended it, and left the profiler on."""
+        record = self._record()
+        if record is not None and record.is_open:
+            return record
+        _ended(self._profiler)
+        return None
+
+    def __del__(self) -> None:
+        if (record := self.open()) is not None:
+            record.leave()
+
+
 _recording = threading.local()
-"""`record`: the last record that was made on this thread, weakly."""
+"""`last`: the thread's `_LastRecord`, if it made any."""
 
 
 def may_profile() -> bool:
-    """True if no profiler of torch is on in this thread, and no record open.
+    """True if no profiler of torch is on in this thread, no record open, and no other thread profiles here.
 
     A record has the time until somebody asks again. A step that is still recorded then was left before its end, or
     has had its turn, and its record ends.
@@ -154,13 +179,12 @@ def may_profile() -> bool:
             record.awaited = True
             return False
         record.leave()
-    return not is_profiling()
+    return not is_profiling() and _Profiler.is_free()
 
 
 def _open_record() -> MemoryRecord | None:
-    found: Callable[[], MemoryRecord | None] = getattr(_recording, "record", lambda: None)
-    record = found()
-    return record if record is not None and record.is_open else None
+    last: _LastRecord | None = getattr(_recording, "last", None)
+    return None if last is None else last.open()
 
 
 def _leave_open_record() -> None:
@@ -169,23 +193,57 @@ def _leave_open_record() -> None:
         record.leave()
 
 
-def _stop_in_thread(profiler: Any, thread: int) -> bool:
-    """Stop a profiler in the thread that started it; it can't be stopped in another."""
-    if profiler is not None and thread == threading.get_ident():
-        _stop(profiler)
+def _ended(profiler: "_Profiler | None") -> bool:
+    """Stop the profiler of a record, if it has one and this is its thread."""
+    if profiler is not None:
+        profiler.stop()
     return True
 
 
-def _started_profiler() -> Any:
-    profiler = memory_profiler()
-    with _without_stderr():
-        profiler.__enter__()
-    return profiler
+class _Profiler:
+    """Torch's profiler of memory, which begins when this is made. Two in a process at once crash it.
 
+    Args:
+        wait_seconds: the most time to wait for the one of another thread.
 
-def _stop(profiler: Any) -> None:
-    with _without_stderr():
-        profiler.__exit__(None, None, None)
+    Raises:
+        RuntimeError: another thread's is on.
+    """
+
+    _changed = threading.Condition()
+    _on: "_Profiler | None" = None
+
+    def __init__(self, wait_seconds: float = 0.0) -> None:
+        with self._changed:
+            if not self._changed.wait_for(self.is_free, wait_seconds):
+                raise RuntimeError(
+                    "memory can't be measured while another thread of this process measures a step. Train models "
+                    "that are captured in pieces in one thread"
+                )
+            _Profiler._on = self
+        self._thread = threading.get_ident()
+        self._profiler = memory_profiler()
+        with _without_stderr():
+            self._profiler.__enter__()
+
+    @classmethod
+    def is_free(cls) -> bool:
+        """True if none is on."""
+        return cls._on is None
+
+    def stop(self) -> None:
+        """Stop it, if it is on, and was begun on this thread: it can't be stopped on another."""
+        if _Profiler._on is not self or self._thread != threading.get_ident():
+            return
+        with _without_stderr():
+            self._profiler.__exit__(None, None, None)
+        with self._changed:
+            _Profiler._on = None
+            self._changed.notify_all()
+
+    def totals(self) -> Iterator[tuple[str, int]]:
+        """Marks, and bytes allocated since it began, after each allocation or free."""
+        return _totals(marked_allocations(self._profiler, _MARK))
 
 
 def _totals(events: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int]]:

@@ -212,11 +212,12 @@ class PiecewiseTraining:
         """Run a piece by the programs that are planned for this place of the step."""
         sizes = piece.sizes(arguments)
         piece.step.versions = [self._step.version(piece, sizes)]
-        if self._record is None:
+        record = self._record
+        if record is None:
             return call(*arguments)
-        self._record.run_begins(piece, arguments)
+        record.run_begins(piece, arguments)
         outputs = call(*arguments)
-        self._record.run_ends(arguments, outputs)
+        record.run_ends(arguments, outputs)
         return outputs
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from monetlite.profiling import memory_records
 from monetlite.profiling.memory_records import (
     MemoryRecord,
     is_profiling,
@@ -51,6 +54,46 @@ def test_one_that_nobody_has_any_more_ends():
     assert is_profiling()
     del record
     assert not is_profiling()
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_threads_take_turns(thread, monkeypatch):
+    """Two profilers at once crash the process."""
+    monkeypatch.setattr(memory_records, "_WAIT_SECONDS", 0.1)
+    record = thread.submit(MemoryRecord, "cpu").result()
+    assert not may_profile()
+    with pytest.raises(RuntimeError, match="another thread of this process measures a step"):
+        running_totals(lambda: torch.empty(1000))
+    monkeypatch.setattr(memory_records, "_WAIT_SECONDS", 60.0)
+    ending = threading.Timer(0.2, lambda: thread.submit(record.end))
+    ending.start()
+    assert running_totals(lambda: torch.empty(1000)) == [4000, 0]
+    assert not record.is_open
+    ending.join()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_thread_that_ends_leaves_no_profiler_on(elsewhere, thread):
+    """Even if another thread has ended its record, which can't stop the profiler."""
+    record = thread.submit(MemoryRecord, "cpu").result()
+    if elsewhere:
+        record.end()
+    assert not may_profile()
+    thread.shutdown()
+    assert may_profile()
+    assert not record.is_open
+
+
+def test_a_thread_profiles_again_where_another_one_ended_its_record(thread):
+    record = thread.submit(MemoryRecord, "cpu").result()
+    record.end()
+    assert thread.submit(may_profile).result()
+    assert may_profile()
 
 
 def test_measuring_ends_it():

@@ -6,7 +6,7 @@
 | `select_decomp_table`, `lowering` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
-| `cache_key_tag` | part of that folder's keys; code for another CPU's vectors would be found, and compute nonsense |
+| `cache_key_tag` | part of that folder's keys; code for other vectors would be found, and compute nonsense |
 | `size_asserts` | checks of strides; a region would read other elements where its operand is laid out otherwise |
 | `alignment_asserts` | checks of addresses, which a region need not make |
 | `triton.cudagraphs` | graphs with memory of their own; a region's peak would not be the predicted one |
@@ -66,8 +66,7 @@ def _cached_for_this_cpu() -> AbstractContextManager[None]:
 
     Inductor's keys leave them out: it compiles loops over AVX-512's vectors for AVX2's, which then skip elements.
     """
-    from torch.compiler import config
-
+    config = importlib.import_module("torch.compiler.config")  # whose `patch` has no type
     tag = f"{config.cache_key_tag} {torch.backends.cpu.get_cpu_capability()}"
     return patched(config.patch(cache_key_tag=tag))
 
