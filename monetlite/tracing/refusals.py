@@ -133,15 +133,15 @@ def _is_persons(path: str) -> bool:
     return not (standard or path.startswith(_TORCH) or is_own_file(path))
 
 
-def own_error(error: BaseException | None, handled: BaseException | None) -> MonetliteError | None:
-    """Monetlite's own error, if TorchDynamo wrapped one.
+def own_error(error: BaseException | None, handled: BaseException | None) -> MonetliteError | Warning | None:
+    """Monetlite's own error, or a warning that is an error (`python -W error`), if TorchDynamo wrapped one.
 
     Args:
         error: of a step.
         handled: the one that was being handled when the step began. A person may try again there.
     """
     while error is not None and error is not handled:
-        if isinstance(error, MonetliteError):
+        if isinstance(error, MonetliteError | Warning):
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

@@ -96,6 +96,10 @@ def test_more_than_the_budget_is_said():
     )
     with pytest.warns(UserWarning, match="MORE than the budget"):
         step(monetlite.MONeTWrapper(twin(model), schedule), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="MORE than the budget"):
+            step(monetlite.MONeTWrapper(twin(model), schedule), x)
 
 
 def test_what_runs_on_another_device_only_is_not_run_here():
