@@ -3,7 +3,7 @@
 import atexit
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -48,8 +48,9 @@ _GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
 """Time that a solver gets to stop when it is asked to, and that the end of the process waits for it then."""
 _FEWER_SECONDS, _FEWER_SHARE = 0.5, 0.2
 """Time for re-runs that can be left out: seconds, if there are as many, or part of the time left."""
-_SETTINGS_SHARE = 0.05
-"""Part of the time left for settings of checkpointing."""
+_SETTINGS_SHARE, _REST_SHARE = 0.05, 0.2
+"""Parts of the time left for settings of checkpointing: at first, and for the rest of them after the plans of
+blocks, where the best schedule is far from the bound."""
 _OPERATORS_A_SECOND = 400
 """Size of a graph that a second is enough to search."""
 _FIRST_SECONDS, _FIRST_SHARE = 1.0, 0.1
@@ -68,8 +69,8 @@ _LINEAR_SHARE = 0.6
 _COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
 """For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
 _FAR, _VERY_FAR = 1.1, 1.6
-"""Latency of the best schedule over the bound from which the search is guided before coarse relaxations bound, and
-from which re-runs are left out before a search."""
+"""Latency of the best schedule over the bound from which more settings are tried and the search is guided before
+coarse relaxations bound, and from which re-runs are left out before a search."""
 _GUIDING_SHARE = 0.6
 """Part of the time left that this may take."""
 _CLOSE = 0.995
@@ -184,11 +185,14 @@ class _PeakSolve:
             incumbent.offer(steps, "start")
         if self.should_stop():
             return False
-        self._try_settings()
+        settings = checkpointing_settings(problem.profile)
+        self._try_settings(settings, _SETTINGS_SHARE)
         large = len(problem.graph.operators) > SMALL_OPERATORS
         self.deep = in_blocks(problem.profile, self.options.seed) if large and is_ready() else None
         if self.deep is not None and not self.should_stop():
             self._plan_blocks(self.deep, *STAGES[0], at_most=len(problem.graph.operators) / _OPERATORS_A_SECOND)
+        if incumbent.latency_ms > _FAR * incumbent.bound_ms and not self.should_stop():
+            self._try_settings(settings, _REST_SHARE)
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if not large:
@@ -226,14 +230,14 @@ class _PeakSolve:
             raise self.failure
         return False
 
-    def _try_settings(self) -> None:
-        """Offer what people set in one line: no schedule is slower than that at the same peak.
+    def _try_settings(self, settings: Iterator[tuple[Step, ...]], share: float) -> None:
+        """Offer what people set in one line, for a share of the time left: no schedule is slower at the same peak.
 
         Where there is no time for a search, each comes with as few re-runs as fit, too.
         """
-        end, profile = now() + _SETTINGS_SHARE * self.left, self.problem.profile
+        end, profile = now() + share * self.left, self.problem.profile
         searched = self.left * _OPERATORS_A_SECOND >= len(profile.graph.operators)
-        for steps in checkpointing_settings(profile):
+        for steps in settings:
             if self.incumbent.offer(steps, "checkpointing") and not searched and not self.should_stop():
                 fewer = with_fewer_reruns(profile, steps, self.budget_bytes, finished=lambda: now() >= end)
                 self.incumbent.offer(fewer, "checkpointing")

@@ -169,3 +169,16 @@ def test_no_setting_of_checkpointing_is_faster_at_its_peak(monkeypatch: pytest.M
         solution = solve_profile(profile, timeline.peak_bytes, SolvingOptions(time_limit=0.3))
         assert solution.latency_ms is not None
         assert solution.latency_ms <= timeline.latency_ms * (1 + 1e-9)
+
+
+def test_settings_that_the_first_time_was_too_short_for_are_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    monkeypatch.setattr("monetlite.solving.solver._SETTINGS_SHARE", 0.0)
+    monkeypatch.setattr("monetlite.solving.solver.in_blocks", lambda profile, seed: None)
+    from synthetic_steps import transformer_step
+
+    profile = transformer_step(4)
+    settings = [simulate(profile, steps) for steps in baselines.checkpointing_settings(profile)]
+    leanest_bytes = min(timeline.peak_bytes for timeline in settings)
+    solution = solve_profile(profile, leanest_bytes, SolvingOptions(time_limit=1.0))
+    assert "checkpointing" in solution.methods
