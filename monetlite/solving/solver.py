@@ -48,7 +48,7 @@ _GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
 """Time that a solver gets to stop when it is asked to, and that the end of the process waits for it then."""
 _FEWER_SECONDS, _FEWER_SHARE = 0.5, 0.2
 """Time for re-runs that can be left out: seconds, if there are as many, or part of the time left."""
-_SETTINGS_SHARE, _REST_SHARE = 0.05, 0.2
+_SETTINGS_SHARE, _REST_SHARE = 0.05, 0.4
 """Parts of the time left for settings of checkpointing: at first, and for the rest of them after the plans of
 blocks, where the best schedule is far from the bound."""
 _OPERATORS_A_SECOND = 400
