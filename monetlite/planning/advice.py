@@ -9,7 +9,7 @@ from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, Phase, Value, ValueKi
 from monetlite.core.simulate import simulate
 from monetlite.core.source import batch_of
 from monetlite.core.step_analysis import StepAnalysis
-from monetlite.core.steps import step_in_words
+from monetlite.core.steps import Step, step_in_words
 from monetlite.core.units import format_bytes
 
 MOST_SETTINGS = 4
@@ -33,11 +33,17 @@ class Setting:
     peak_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class LeastPeak(StepAnalysis):
     """The leanest schedule known of a step: what fills memory at its peak, and settings that lower the peak.
 
     Settings are priced on the same steps with other sizes. The smallest peak with a setting is at most that.
+
+    Attributes:
+        others: schedules of the step that may be leaner with a setting, where the optimizer's step makes the peak.
     """
+
+    others: tuple[tuple[Step, ...], ...] = ()
 
     def advice(self, budget_bytes: int) -> str:
         """Sentences on what fills the peak, and lines on what would help."""
@@ -224,7 +230,8 @@ class LeastPeak(StepAnalysis):
             )
             for operator, of in zip(graph.operators, self.profile.costs, strict=True)
         )
-        return simulate(replace(self.profile, graph=graph, costs=costs), self.steps).peak_bytes
+        profile = replace(self.profile, graph=graph, costs=costs)
+        return min(simulate(profile, steps).peak_bytes for steps in (self.steps, *self.others))
 
     def place(self) -> str:
         """The operator and the step at the peak."""

@@ -26,6 +26,7 @@ from monetlite.core.units import format_bytes
 from monetlite.planning.advice import LeastPeak
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.budgets import as_schedule, solve_budget
+from monetlite.solving.baselines import known_schedules
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
@@ -351,7 +352,8 @@ class _Prober:
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
         profile = self.profile(batch)
         steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
-        least = LeastPeak.of_steps(profile, plain_steps(profile.graph) if steps is None else steps)
+        steps = plain_steps(profile.graph) if steps is None else steps
+        least = LeastPeak.of_steps(profile, steps, others=tuple(known_schedules(profile)))
         return InfeasibleBudget(
             f"a batch of {batch:,} needs {format_bytes(needed_bytes)} {how}, more than the budget of "
             f"{format_bytes(self.budget_bytes)}; "

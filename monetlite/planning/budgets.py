@@ -18,6 +18,7 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.planning.advice import LeastPeak
 from monetlite.solving import solve_profile
+from monetlite.solving.baselines import known_schedules
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
@@ -196,7 +197,7 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: Solution) -> In
     else:
         problem = f"no schedule was found within budget {amount}, though it is not proven that there is none"
     if solution.smallest_reached_steps is not None and solution.reserved_bytes is None:
-        least = LeastPeak.of_steps(profile, solution.smallest_reached_steps)
+        least = LeastPeak.of_steps(profile, solution.smallest_reached_steps, others=tuple(known_schedules(profile)))
         reached = f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), {least.place()}"
         problem += f"; the smallest peak reached is {reached}"
         advice = least.advice(budget_bytes)

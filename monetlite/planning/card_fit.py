@@ -144,7 +144,7 @@ class CardFit:
         planned: monetlite's schedules that fit, with the same bits and with the loss in tiles; where plain training
             fits, those that are faster.
         proven_bytes: no schedule of either kind needs less.
-        leanest: the way with the smallest peak that is known.
+        lean: the ways with small peaks.
         limits: the largest batch and length, by way to train; None where they are not known, and nothing where no
             other sizes were traced.
     """
@@ -156,7 +156,7 @@ class CardFit:
     checkpointed: FitSetting | None
     planned: tuple[FitSetting, ...]
     proven_bytes: int
-    leanest: FitSetting
+    lean: tuple[FitSetting, ...]
     limits: Mapping[str, SizeLimits | None] = field(default_factory=dict)
 
     def fits(self, way: FitSetting) -> bool:
@@ -179,10 +179,17 @@ class CardFit:
         """The fastest way that fits; the simplest of equally fast ones."""
         return min(filter(self.fits, self.ways), key=lambda way: way.latency_ms, default=None)
 
+    @property
+    def leanest(self) -> FitSetting:
+        """The way with the smallest peak that is known."""
+        return min(self.lean, key=lambda way: way.peak_bytes)
+
     @cached_property
     def helpful(self) -> tuple[Setting, ...]:
         """Changes that lower the smallest peak, where nothing fits."""
-        least = LeastPeak(profile=self.leanest.profile, timeline=self.leanest.timeline)
+        profile, timeline = self.leanest.profile, self.leanest.timeline
+        others = tuple(way.steps for way in self.lean if way.profile is profile)
+        least = LeastPeak(profile=profile, timeline=timeline, others=others)
         return () if self.fastest else least.settings(self.card.budget_bytes)
 
     @cached_property
@@ -280,7 +287,7 @@ def fit_card(
         checkpointed=checkpointed,
         planned=tuple(planned),
         proven_bytes=proven_bytes,
-        leanest=min(lean, key=lambda way: way.peak_bytes),
+        lean=tuple(lean),
         limits=_limits(card.budget_bytes, model, sized_steps(), kinds),
     )
 

@@ -83,7 +83,7 @@ def print_fit(console: Console, answer: CardFit, description: str, lines: Mappin
             )
         console.print("\nTo make it fit:", style="bold")
         for line in _help(answer):
-            console.print(f"  {line}", markup=False, highlight=False)
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     for library, text in lines.items():
         console.print(f"\n# {library}", style="dim", markup=False)
         for line in text:
