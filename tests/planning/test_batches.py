@@ -26,6 +26,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.batches import BatchLimit, _bisect, largest_batch
 from monetlite.reporting.text_solve import print_batches
+from monetlite.solving.baselines import checkpointing_settings
 from monetlite.solving.smallest import smallest_budget
 
 
@@ -90,6 +91,23 @@ def test_brute_force_agrees(first):
             timeline = simulate(price(point.batch), point.schedule, budget_bytes)
             assert timeline.latency_ms == pytest.approx(point.latency_ms, rel=1e-3)
         assert point.samples_per_s == pytest.approx(1000 * point.batch / point.latency_ms)
+
+
+def test_without_time_for_a_search_checkpointing_says_what_fits(monkeypatch):
+    """Steps that are too large for a search of a second: none is made here."""
+    monkeypatch.setattr("monetlite.solving.smallest.SMALL_OPERATORS", 0)
+    monkeypatch.setattr("monetlite.solving.smallest._nest_plans", lambda *of, **by: None)
+    monkeypatch.setattr("monetlite.solving.smallest._lower_in_threads", lambda *of, **by: None)
+
+    def fits(batch):
+        profile = price(batch).within(0.0)
+        settings = checkpointing_settings(profile)
+        return min(simulate(profile, steps).peak_bytes for steps in settings) <= 8_000_000
+
+    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=5), first=1)
+    assert found.largest > found.plain_largest
+    assert fits(found.largest)
+    assert not fits(found.largest + 1)
 
 
 def test_multiples_only():
