@@ -3,6 +3,7 @@
 import click
 
 from monetlite.cli.command_options import (
+    BATCH_OF_SCHEDULE,
     SEED,
     ModelChoice,
     repeats_option,
@@ -26,7 +27,7 @@ DEFAULT_OPERATORS = 10
 _options = with_options(
     schedule_argument,
     schedule_model_option,
-    size_options("schedule"),
+    size_options(BATCH_OF_SCHEDULE),
     repeats_option(3),
     click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of weights, inputs and dropout."),
     click.option(

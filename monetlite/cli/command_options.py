@@ -83,10 +83,12 @@ input_options = with_options(
 )
 
 
-def size_options(owner: str = "model", batch: str | None = None) -> Decorator:
-    """Sizes of the inputs; by default those of the owner, or the batch that the words say."""
-    default = batch or f"the {owner}'s own"
-    option = click.option("--batch", type=Integer(1, MAX_INTEGER), help=f"Batch size; by default {default}.")
+BATCH_OF_SCHEDULE = "the schedule's own, or that of path/to/file.py:build"
+
+
+def size_options(batch: str = "the model's own") -> Decorator:
+    """Sizes of the inputs, with the batch that the words say by default."""
+    option = click.option("--batch", type=Integer(1, MAX_INTEGER), help=f"Batch size; by default {batch}.")
     return with_options(option, input_options)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from monetlite.cli.command_options import (
+    BATCH_OF_SCHEDULE,
     ModelChoice,
     output_option,
     schedule_argument,
@@ -44,7 +45,7 @@ TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
     ),
     output_option("The plan: a Python file that needs torch alone.", required=True),
     schedule_model_option,
-    size_options("schedule"),
+    size_options(BATCH_OF_SCHEDULE),
     click.option(
         "--device",
         type=DEVICE_NAME,

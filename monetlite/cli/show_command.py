@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monetlite.cli.command_options import (
+    BATCH_OF_SCHEDULE,
     ModelChoice,
     options_of,
     output_option,
@@ -103,7 +104,7 @@ _search_options = with_options(
     ),
     options_of(SolvingOptions, "seed"),
 )
-_where_options = with_options(schedule_model_option, size_options("schedule"), schedule_device_option)
+_where_options = with_options(schedule_model_option, size_options(BATCH_OF_SCHEDULE), schedule_device_option)
 
 
 def show(
