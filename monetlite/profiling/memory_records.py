@@ -211,7 +211,7 @@ class _Profiler:
     """
 
     _changed = threading.Condition()
-    _on: "_Profiler | None" = None
+    on: "_Profiler | None" = None
 
     def __init__(self, wait_seconds: float = 0.0) -> None:
         with self._changed:
@@ -220,25 +220,34 @@ class _Profiler:
                     "memory can't be measured while another thread of this process measures a step. Train models "
                     "that are captured in pieces in one thread"
                 )
-            _Profiler._on = self
+            _Profiler.on = self
         self._thread = threading.get_ident()
-        self._profiler = memory_profiler()
-        with _without_stderr():
-            self._profiler.__enter__()
+        try:
+            self._profiler = memory_profiler()
+            with _without_stderr():
+                self._profiler.__enter__()
+        except BaseException:
+            self._free()
+            raise
 
     @classmethod
     def is_free(cls) -> bool:
         """True if none is on."""
-        return cls._on is None
+        return cls.on is None
 
     def stop(self) -> None:
         """Stop it, if it is on, and was begun on this thread: it can't be stopped on another."""
-        if _Profiler._on is not self or self._thread != threading.get_ident():
+        if _Profiler.on is not self or self._thread != threading.get_ident():
             return
-        with _without_stderr():
-            self._profiler.__exit__(None, None, None)
+        try:
+            with _without_stderr():
+                self._profiler.__exit__(None, None, None)
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         with self._changed:
-            _Profiler._on = None
+            _Profiler.on = None
             self._changed.notify_all()
 
     def totals(self) -> Iterator[tuple[str, int]]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -108,6 +109,16 @@ def test_another_s_profiler_is_left_on():
         assert not may_profile()
         assert not may_profile()
         assert is_profiling()
+    assert may_profile()
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_a_profiler_that_fails_is_in_nobodys_way(name, monkeypatch):
+    profiler = MagicMock()
+    getattr(profiler, name).side_effect = RuntimeError("no profiler")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no profiler"):
+        patch.setattr(memory_records, "memory_profiler", lambda: profiler)
+        running_totals(lambda: torch.empty(1000))
     assert may_profile()
 
 
