@@ -116,8 +116,8 @@ def test_another_s_profiler_is_left_on():
 def test_a_profiler_that_fails_is_in_nobodys_way(name, monkeypatch):
     profiler = MagicMock()
     getattr(profiler, name).side_effect = RuntimeError("no profiler")
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no profiler"):
-        patch.setattr(memory_records, "memory_profiler", lambda: profiler)
+    monkeypatch.setattr(memory_records, "memory_profiler", lambda: profiler)
+    with pytest.raises(RuntimeError, match="no profiler"):
         running_totals(lambda: torch.empty(1000))
     assert may_profile()
 
