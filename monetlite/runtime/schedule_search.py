@@ -115,7 +115,8 @@ class ScheduleSearch:
 
         graphs = [item.graph for item in traced.values()]
         if self.clock.captures:
-            tell(f"captured {len(graphs[0].traced)} operators in {self.clock.seconds:.1f} s; planning")
+            limit = f" for up to {self.solving.time_limit:g} s (time_limit)" if best else ""
+            tell(f"captured {len(graphs[0].traced)} operators in {self.clock.seconds:.1f} s; planning{limit}")
         with _amid_a_step(device):
             planning = PlanningBesideTraining(graphs, budget, self.pricing, self.solving, whole)
             schedule = planning.best(known) if best else planning.first(settle=settle)
