@@ -39,6 +39,13 @@ def test_module_with_inputs(write):
     assert "Linear: 8 parameters; input 7×3 float32" in built.description
 
 
+def test_inputs_may_be_what_a_tokenizer_returns(write):
+    body = "from collections import UserDict\ndef build():\n    return nn.Linear(3, 2), UserDict(input=torch.randn(4, 3))"
+    built = build_model(f"{write(body)}:build")
+    assert isinstance(built.example_inputs, dict)
+    assert built.model(**built.example_inputs).shape == (4, 2)
+
+
 def test_keyword_inputs_and_every_option(write):
     path = write(
         """
