@@ -40,8 +40,15 @@ def test_module_with_inputs(write):
 
 
 def test_inputs_may_be_what_a_tokenizer_returns(write):
-    body = "from collections import UserDict\ndef build():\n    return nn.Linear(3, 2), UserDict(input=torch.randn(4, 3))"
-    built = build_model(f"{write(body)}:build")
+    path = write(
+        """
+        from collections import UserDict
+
+        def build():
+            return nn.Linear(3, 2), UserDict(input=torch.randn(4, 3))
+        """
+    )
+    built = build_model(f"{path}:build")
     assert isinstance(built.example_inputs, dict)
     assert built.model(**built.example_inputs).shape == (4, 2)
 
