@@ -143,7 +143,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
             for seed in arguments.seeds:
                 began = time.monotonic()
-                options = SolvingOptions(time_limit=arguments.time_limit, seed=seed)
+                options = SolvingOptions(time_limit=arguments.time_limit, gap=0.0, seed=seed)
                 solution = solve_profile(profile, budget_bytes, options)
                 seconds = time.monotonic() - began
                 reached = None

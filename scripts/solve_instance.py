@@ -38,7 +38,7 @@ def main() -> int:
     instance = json.loads(arguments.instance.read_text(encoding="utf-8"))
     profile = instance_profile(instance)
     budget_bytes = int(arguments.budget_gib * GIB)
-    options = SolvingOptions(time_limit=arguments.time_limit, seed=arguments.seed)
+    options = SolvingOptions(time_limit=arguments.time_limit, gap=0.0, seed=arguments.seed)
     solution = solve_profile(profile, budget_bytes, options)
     if solution.steps is None or solution.latency_ms is None:
         sys.stderr.write(

@@ -33,6 +33,7 @@ class ModelChoice:
 _TYPES: dict[str, click.ParamType[Any]] = {
     "device": DEVICE_NAME,
     "tolerance": click.FloatRange(min=0, max=1, max_open=True),
+    "gap": click.FloatRange(min=0, max=1, max_open=True),
     "time_limit": Seconds(min=0.1),
     "seed": SEED,
 }

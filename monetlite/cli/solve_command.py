@@ -40,6 +40,7 @@ _RARE = (
     "accumulate",
     "step_in_backward",
     "implementations",
+    "gap",
     "solver",
     "seed",
     "multiple_of",

@@ -122,6 +122,10 @@ class SolvingOptions:
         "too), in a training script that calls monetlite.limit_reserved(BUDGET).",
     )
     time_limit: float = _option(60.0, "Seconds until the best schedule found is returned.")
+    gap: float = _option(
+        1e-3,
+        "Part of its time by which a schedule may be slower than the fastest. Once that is proven, solving ends.",
+    )
     solver: str = _option("SCIP", "Solver of the boolean program.", ("SCIP", "HIGHS", "GUROBI"))
     seed: int = _option(0, "Seed of the search.")
 
@@ -138,10 +142,12 @@ class SolvingOptions:
             )
         if not (isinstance(self.time_limit, Real) and 0 < self.time_limit < math.inf):
             raise ModelError(f"time_limit {self.time_limit!r} is not a number of seconds above 0")
+        if not (isinstance(self.gap, Real) and 0 <= self.gap < 1):
+            raise ModelError(f"gap {self.gap!r} is not a fraction; 0.01 allows 1% more time than the fastest")
         if not (isinstance(self.seed, Integral) and self.seed >= 0):
             raise ModelError(f"seed {self.seed!r} is not an integer of at least 0")
         # numpy's numbers can't be written to files.
-        for name, number in (("tolerance", float), ("time_limit", float), ("seed", int)):
+        for name, number in (("tolerance", float), ("time_limit", float), ("gap", float), ("seed", int)):
             object.__setattr__(self, name, number(getattr(self, name)))
 
     def allowed(self, profile: Profile) -> Profile:

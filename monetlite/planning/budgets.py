@@ -43,7 +43,8 @@ def solve(
         starts: schedules for the same graph, of any sizes, to begin from, such as one for a smaller budget:
             the result is never slower than those that fit. Those that run what the options rule out are left aside.
         progress: called as the incumbent and the bound improve.
-        **options: `tolerance`, `implementations`, `reserved`, `time_limit`, `solver` and `seed`, as in `optimize`.
+        **options: `tolerance`, `implementations`, `reserved`, `time_limit`, `gap`, `solver` and `seed`, as in
+            `optimize`.
 
     Raises:
         BudgetError: the budget can't be read.

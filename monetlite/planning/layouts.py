@@ -91,7 +91,7 @@ def solve_layouts(
     trial_seconds = options.time_limit * min(TRIAL_SHARE, TRIALS_SHARE / len(distinct))
     trials = _tried(distinct, lambda item: run(item, trial_seconds))
     item, best = trials.promising(budget_bytes)
-    if best is not None and trials.ended:
+    if best is not None and (trials.ended or best.gap <= options.gap):
         solved = best
     else:
         solved = run(item, options.time_limit - trial_seconds * len(distinct), [best] if best else [])

@@ -41,6 +41,7 @@ def optimize(
     implementations: str = ALL_IMPLEMENTATIONS,
     reserved: bool = False,
     time_limit: float = 60.0,
+    gap: float = 1e-3,
     solver: str = "SCIP",
     seed: int = 0,
     starts: Iterable[Schedule] = (),
@@ -76,6 +77,8 @@ def optimize(
             script that calls `monetlite.limit_reserved`; computed from the schedule's requests.
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any schedule
             could be; tracing and measuring come on top.
+        gap: part of its time by which a schedule may be slower than the fastest: once that is proven, it is
+            returned.
         solver: of the boolean program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
         seed: of the search; the same seed gives the same schedule as far as time limits allow.
         starts: schedules to begin from.
@@ -103,6 +106,7 @@ def optimize(
         "implementations": implementations,
         "reserved": reserved,
         "time_limit": time_limit,
+        "gap": gap,
         "solver": solver,
         "seed": seed,
     }

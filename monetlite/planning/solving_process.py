@@ -116,7 +116,8 @@ def _solve(folder: Path) -> None:
     request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     end_with(request["parent"], partial(shutil.rmtree, folder, ignore_errors=True))
     profiles = [load_profile(folder / name) for name in request["profiles"]]
-    solving = SolvingOptions(**request["solving"])
+    given = SolvingOptions(**request["solving"])
+    solving = replace(given, gap=max(given.gap, BETTER))
     best, least_ms, number = read_schedule(folder / _START), math.inf, 0
     for share in SHARES:
         limited = replace(solving, time_limit=share * OWN_TIME * solving.time_limit)
@@ -124,7 +125,7 @@ def _solve(folder: Path) -> None:
         if found.latency_ms < (1 - BETTER) * least_ms:
             found.save(_better(folder, number))
             best, least_ms, number = found, found.latency_ms, number + 1
-        if found.gap <= BETTER:
+        if found.gap <= solving.gap:
             return
 
 

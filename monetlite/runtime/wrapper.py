@@ -70,7 +70,7 @@ class MONeTWrapper(nn.Module):
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
             inputs that it has, and again whenever inputs are larger than any before or the model has changed.
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
-            step_in_backward, tolerance, layout, outputs, implementations, reserved, time_limit, solver, seed.
+            step_in_backward, tolerance, layout, outputs, implementations, reserved, time_limit, gap, solver, seed.
         compile: with a budget, have Inductor compile regions of operators (see `monetlite.optimize`). With a
             schedule that was solved without, have it compile the programs whole: the peak is then an estimate.
             Results differ in their last bits.

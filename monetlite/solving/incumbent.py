@@ -114,10 +114,9 @@ class Incumbent:
         self._began = time.monotonic()
         self._lock = threading.RLock()
 
-    @property
-    def proven(self) -> bool:
-        """True if the best steps are known to be optimal."""
-        return self.steps is not None and self.latency_ms <= self.bound_ms * (1 + PROVEN_GAP)
+    def proven(self, gap: float = 0.0) -> bool:
+        """True if no schedule is faster than the best by more than this part of its time; 0: if it is optimal."""
+        return self.steps is not None and (1 - gap) * self.latency_ms <= self.bound_ms * (1 + PROVEN_GAP)
 
     def offer(self, steps: Iterable[Step], method: str) -> bool:
         """Take steps if they are legal and better; False if they are illegal or over the budget."""
@@ -170,7 +169,7 @@ class Incumbent:
         if self.steps is None:
             status = Status.INFEASIBLE if infeasible else Status.TIMEOUT
         else:
-            status = Status.OPTIMAL if self.proven else Status.FEASIBLE
+            status = Status.OPTIMAL if self.proven() else Status.FEASIBLE
         return Solution(
             status=status,
             steps=self.steps,

@@ -42,6 +42,8 @@ _PROBE_SHARE = 0.1
 """Part of the time for the first search, while it is open whether anything fits."""
 _SMALLEST_SECONDS, _SMALLEST_SHARE = 5.0, 0.1
 """The most time for the smallest budget once something is found: seconds, and part of the time."""
+_SMALLEST_PART, _LEAST_SMALLEST_SECONDS = 0.5, 2.0
+"""The same where less time was needed: as a part of that, but at least so many seconds."""
 _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 """Time left at the end for stopping every thread and for the last checks."""
 _GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
@@ -151,7 +153,8 @@ class _PeakSolve:
         self.incumbent = Incumbent(self.problem, budget_bytes, progress)
         self.budget_bytes = budget_bytes
         self.options = options
-        self.deadline = deadline
+        self.gap = 0.0 if len(profile.graph.operators) <= SMALL_OPERATORS else options.gap
+        self.began, self.deadline = now(), deadline
         self.stopped = threading.Event()
         self.deep: DeepStep | None = None
         self.planned = False
@@ -168,7 +171,7 @@ class _PeakSolve:
         return self.deadline - now()
 
     def should_stop(self) -> bool:
-        return self.stopped.is_set() or self.left <= 0 or self.incumbent.proven
+        return self.stopped.is_set() or self.left <= 0 or self.incumbent.proven(self.gap)
 
     def run(self, starts: tuple[tuple[Step, ...], ...]) -> bool:
         """Try the methods in turn, cheapest first; True if infeasibility was proven."""
@@ -297,7 +300,8 @@ class _PeakSolve:
             self._solve_program(seconds=self.left - 1 - spared)
         if incumbent.steps is not None and self.left > 0 and not self.stopped.is_set():
             # Not needed for this budget, but people choose the next one by it.
-            self._bracket_smallest(seconds=spared)
+            taken = max(_LEAST_SMALLEST_SECONDS, _SMALLEST_PART * (now() - self.began))
+            self._bracket_smallest(seconds=min(spared, taken))
 
     def _leave_out_reruns(self) -> None:
         """Leave out re-runs of the best schedule where it is very far from the bound.

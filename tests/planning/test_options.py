@@ -98,6 +98,7 @@ OTHERS = {
     "implementations": "default",
     "reserved": True,
     "time_limit": 3.0,
+    "gap": 0.01,
     "solver": "HIGHS",
     "seed": 7,
 }
@@ -152,6 +153,8 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
         ({"tolerance": 1.5}, r"tolerance 1.5 is not a fraction"),
         ({"tolerance": "x"}, r"tolerance 'x' is not a fraction"),
         ({"time_limit": "1"}, r"time_limit '1' is not a number of seconds above 0"),
+        ({"gap": 1}, r"gap 1 is not a fraction; 0\.01 allows"),
+        ({"gap": "1%"}, r"gap '1%' is not a fraction"),
         ({"seed": "x"}, r"seed 'x' is not an integer"),
         ({"seed": -1}, r"seed -1 is not an integer of at least 0"),
         ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),

@@ -15,12 +15,14 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.planning import budgets, layouts
 from monetlite.planning.layouts import solve_layouts
 from monetlite.solving import reserved_budget, solve_profile, solver
 from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
+from monetlite.solving.smallest import SMALL_OPERATORS
 from monetlite.solving.solver import _PeakSolve, solve_peak
 
 
@@ -52,7 +54,7 @@ def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
     smallest = exhaustive_smallest_peak(Problem.of(profile))
     assert smallest.smallest_reached_bytes is not None
     best = exhaustive(Problem.of(profile), smallest.smallest_reached_bytes)
-    solution = solve_profile(profile, smallest.smallest_reached_bytes, SolvingOptions(time_limit=20))
+    solution = solve_profile(profile, smallest.smallest_reached_bytes, SolvingOptions(time_limit=20, gap=0.5))
     assert solution.status is Status.OPTIMAL
     assert solution.steps is not None
     assert solution.latency_ms == pytest.approx(best.latency_ms)
@@ -109,6 +111,33 @@ def test_progress_is_monotonic_and_starts_help() -> None:
     latencies = [math.inf if event.latency_ms is None else event.latency_ms for event in seen]
     assert latencies == sorted(latencies, reverse=True)
     assert all(0 <= event.gap <= 1 for event in seen)
+
+
+def test_solving_ends_once_the_gap_is_proven() -> None:
+    profile = random_profile(random.Random(8), forward_operators=30)
+    assert len(profile.graph.operators) > SMALL_OPERATORS
+    budget_bytes = int(0.8 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
+    seen: list[Solution] = []
+    options = SolvingOptions(time_limit=120, gap=0.3)
+    solution = solve_profile(profile, budget_bytes, options, progress=seen.append)
+    assert solution.status is Status.FEASIBLE
+    assert solution.gap <= 0.3
+    assert solution.seconds < 60
+    assert solution.smallest_proven_bytes <= (solution.smallest_reached_bytes or 0) <= budget_bytes
+
+
+def test_no_layout_is_solved_again_once_the_gap_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+
+    def solve(profile: Profile, *args: Any, **kwargs: Any) -> Any:
+        solved.append(profile)
+        return budgets.solve_budget(profile, *args, **kwargs)
+
+    monkeypatch.setattr(layouts, "solve_budget", solve)
+    profiles = [random_profile(random.Random(seed), forward_operators=4) for seed in (8, 22)]
+    schedule = solve_layouts(profiles, "200%", SolvingOptions(time_limit=20))
+    assert solved == profiles
+    assert schedule.latency_ms == pytest.approx(schedule.lower_bound_ms)
 
 
 def test_interrupt_returns_the_best_so_far() -> None:
