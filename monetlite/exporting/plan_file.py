@@ -61,8 +61,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 {data}
-CALLS = {{}}  # of operators, in the last run of each layer
-
 
 def apply(model):
     """Wrap the layers of a model in training mode by torch.utils.checkpoint, as planned."""
@@ -119,21 +117,22 @@ def _checkpointed(forward, name, *args, **kwargs):
     saved = SAVED[LAYERS[name]]
     if not saved:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = functools.partial(_contexts, name)
+    calls = None if torch.compiler.is_compiling() else Counter()  # of operators, in this run
+    contexts = functools.partial(_contexts, name, calls)
     result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    for key, (count, _) in () if torch.compiler.is_compiling() else saved.items():
-        if CALLS[name][key] != count:
+    for key, (count, _) in () if calls is None else saved.items():
+        if calls[key] != count:
             raise RuntimeError(
-                f"{{name}} calls {{key}} {{CALLS[name][key]}} times, and the plan was made for {{count}}: "
+                f"{{name}} calls {{key}} {{calls[key]}} times, and the plan was made for {{count}}: "
                 "export it again for this model, these inputs and this version of torch"
             )
     return result
 
 
-def _contexts(name):
+def _contexts(name, calls):
     """The contexts of a layer's run and of its recomputation, which count calls and save what is planned."""
     saved, again = SAVED[LAYERS[name]], Counter()
-    calls = CALLS[name] = Counter()
+    calls = Counter() if calls is None else calls
 
     def policy(context, operator, *args, **kwargs):
         key, counts = str(operator), again if context.is_recompute else calls

@@ -4,6 +4,7 @@ import ast
 import copy
 import subprocess
 import sys
+import threading
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,38 @@ def test_layers_are_compiled_as_torchtitan_does(planned):
         default_loss(trained(tokens)).backward()
     for own, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad)
+
+
+def test_models_of_one_plan_train_in_threads(planned):
+    """One ends a layer while the other is in the middle of it."""
+    model, (tokens,), plan = planned
+    plain, first, second = (copy.deepcopy(model) for _ in range(3))
+    name = next(name for name, kind in plan["LAYERS"].items() if plan["SAVED"][kind])
+    inside, go_on = threading.Event(), threading.Event()
+
+    def step(one):
+        one(tokens)["loss"].backward()
+
+    def begin_other(*_):
+        hook.remove()
+        thread.start()
+        assert inside.wait(60)
+
+    def wait(*_):
+        inside.set()
+        assert go_on.wait(60)
+
+    thread = threading.Thread(target=step, args=(plan["apply"](second),))
+    hook = first.get_submodule(name).down.register_forward_pre_hook(begin_other)
+    second.get_submodule(name).down.register_forward_pre_hook(wait)
+    try:
+        step(plan["apply"](first))
+    finally:
+        go_on.set()
+        thread.join()
+    step(plain)
+    for expected, *own in zip(*(item.parameters() for item in (plain, first, second)), strict=True):
+        assert all(torch.equal(item.grad, expected.grad) for item in own)
 
 
 def test_other_models_are_refused(planned):
