@@ -140,7 +140,8 @@ class _Solver(CustomKnapsackSolver):
         ranked = sorted(range(len(nodes)), key=lambda at: order[nodes[at]])
         if tuple(str(nodes[at].target) for at in ranked) != NODES:
             raise RuntimeError(
-                "the plan was made for another graph: export it again for this model and this version of torch"
+                "the plan was made for another graph: export it again for this model in training mode and this "
+                "version of torch; evaluate under torch.no_grad()"
             )
         again = [ranked[at] for at in AGAIN]
         return sorted(set(range(len(nodes))) - set(again)), again
