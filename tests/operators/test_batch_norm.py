@@ -26,19 +26,30 @@ shapes = st.one_of(
 
 
 class Norm(nn.Module):
-    """Batch norm with weights that may be frozen or made of a parameter, and with running statistics or without."""
+    """Batch norm whose weights may be frozen or made of a parameter, of the batch's or of running statistics."""
 
-    def __init__(self, count, weights, biases, *, frozen=False, tracks=True, computed=False, dtype=torch.float32):
+    def __init__(
+        self,
+        count,
+        weights,
+        biases,
+        *,
+        frozen=False,
+        tracks=True,
+        computed=False,
+        of_batch=True,
+        dtype=torch.float32,
+    ):
         super().__init__()
         self.weight = None if weights is None else nn.Parameter(weights, requires_grad=not frozen)
         self.bias = None if biases is None else nn.Parameter(biases, requires_grad=not frozen)
-        self.computed = computed
+        self.computed, self.of_batch = computed, of_batch or not tracks
         self.register_buffer("mean", torch.zeros(count, dtype=dtype) if tracks else None)
         self.register_buffer("variance", torch.ones(count, dtype=dtype) if tracks else None)
 
     def forward(self, x):
         weight = self.weight * 0.5 if self.computed and self.weight is not None else self.weight
-        return F.batch_norm(x, self.mean, self.variance, weight, self.bias, training=True)
+        return F.batch_norm(x, self.mean, self.variance, weight, self.bias, training=self.of_batch)
 
 
 @st.composite
@@ -50,6 +61,7 @@ def norms(draw, weights=("normal", "same", "shifted", None), biases=("normal", "
         "frozen": draw(RARELY),
         "tracks": not draw(RARELY),
         "computed": draw(RARELY),
+        "of_batch": not draw(RARELY),
     }
 
 

@@ -76,6 +76,16 @@ def test_up_to_the_guards_limit_a_gradient_from_the_output_is_within_its_toleran
     assert seen.compared >= FROM_OUTPUT
 
 
+@pytest.mark.parametrize("trained", [(), ("weight",), ("bias",)])
+def test_gradients_are_of_those_parameters_that_are_trained(trained):
+    """Norms without a bias, and frozen ones that a LoRA trains a part of."""
+    layer = Norm(*near_the_limit(40, 2.0))
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trained)
+    seen = plain((7, 9, 40)).check(layer)
+    assert seen.compared >= FROM_OUTPUT | {("layer_norm_backward", "inplace")}
+
+
 def test_each_of_two_norms_of_a_tensor_has_its_gradient_from_its_own_output():
     first, second = (Norm(*near_the_limit(40, 2.0, size)) for size in (1.0, 2.0))
     assert plain((7, 9, 40)).check(SideBySide(first, second)).compared >= FROM_OUTPUT
