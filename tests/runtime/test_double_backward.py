@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import monetlite
 from monetlite.core.errors import ModelError
+from monetlite.tracing import graph_builder
 
 AGAIN = r"create_graph=True\), for which nothing can be planned"
 
@@ -231,9 +232,14 @@ def test_gradients_are_differentiated_after_a_pass_that_kept_the_graph():
         assert_trained_alike(plain, planned, step)
 
 
+@pytest.mark.parametrize("delivered_bytes", [2**12, 2**20])
 @pytest.mark.parametrize("seed", often(range(20), 5, 12))
-def test_backward_passes_over_one_graph_are_those_of_graphs_of_their_own(seed):
-    """One after another or in a batch, where plans draw again and write over tensors, saved ones among them."""
+def test_backward_passes_over_one_graph_are_those_of_graphs_of_their_own(seed, delivered_bytes, monkeypatch):
+    """One after another or in a batch, where plans draw again and write over tensors, saved ones among them.
+
+    Gradients come in several parts, or all at once.
+    """
+    monkeypatch.setattr(graph_builder, "MIN_DELIVERY_BYTES", delivered_bytes)
     model = nn.Sequential(
         *(nn.Linear(16, 64), nn.Hardtanh(), nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.3)),
         *(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Softmax(-1), nn.Linear(64, 2)),
