@@ -299,11 +299,15 @@ def test_sums_that_are_no_adapter_are_left_whole(form):
     size=st.sampled_from([0.01, 1.0, 300.0]),
     slope=st.sampled_from([1e-9, 1.0, 1e6]),
     same=st.booleans(),
+    weighted=st.booleans(),
     seed=st.integers(0, 99),
 )
-@example(rows=300, classes=300, tiles=1, reduction=SUM, smoothed=False, size=300.0, slope=1.0, same=True, seed=0)
+@example(
+    **{"rows": 300, "classes": 300, "tiles": 1, "reduction": SUM, "smoothed": False},
+    **{"size": 300.0, "slope": 1.0, "same": True, "weighted": True, "seed": 0},
+)
 def test_gradients_in_float16_neither_vanish_nor_overflow(
-    rows, classes, tiles, reduction, smoothed, size, slope, same, seed
+    rows, classes, tiles, reduction, smoothed, size, slope, same, weighted, seed
 ):
     """Whatever the loss is multiplied by, and however many hidden states and targets are alike."""
     generator = torch.Generator().manual_seed(seed)
@@ -313,14 +317,16 @@ def test_gradients_in_float16_neither_vanish_nor_overflow(
     target = torch.randint(0, 1 if same else classes, (rows,), generator=generator)
     slopes = torch.full((rows,) if reduction == NONE else (), slope)
     spread = torch.full((rows,), -slope / classes) if smoothed else None
+    weight = 1000 * torch.rand(classes, generator=generator) if weighted else None
     products = [(hidden, matrix, 1.0, True, BY_FEATURE)]
-    args = (None, target, None, reduction, IGNORED, (("to", "float32"),), True, tiles)
+    args = (None, target, weight, reduction, IGNORED, (("to", "float32"),), True, tiles)
     _, *gradients = linear_cross_entropy(products, *args, slopes, spread)
     assert [item.dtype for item in gradients[:3]] == [torch.float16] * 3
     leaves = [item.double().requires_grad_() for item in (hidden, matrix, torch.zeros(1, classes))]
     logits = torch.addmm(leaves[2], *leaves[:2])
     name = {NONE: "none", MEAN: "mean", SUM: "sum"}[reduction]
-    loss = (F.cross_entropy(logits, target, reduction=name) * slopes).sum()
+    wide = None if weight is None else weight.double()
+    loss = (F.cross_entropy(logits, target, wide, reduction=name) * slopes).sum()
     if smoothed:
         loss = loss + (logits.log_softmax(1).sum(1) * spread).sum()
     for ours, theirs in zip(gradients, torch.autograd.grad(loss, leaves), strict=False):
