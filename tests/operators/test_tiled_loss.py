@@ -189,6 +189,8 @@ class Head(nn.Module):
                 logits, labels = logits[1:].contiguous(), labels[1:]
             logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
             return {"loss": F.cross_entropy(logits, labels, ignore_index=3)}
+        if self.form == "time_major":  # tokens of (length, batch)
+            return {"loss": F.cross_entropy(logits[:-1].flatten(0, 1), tokens[1:].flatten())}
         if self.form == "both":  # logits that two losses take, each without some of them
             losses = [
                 F.cross_entropy(some.flatten(0, 1), tokens[:, 1:].flatten())
@@ -238,10 +240,10 @@ def fused(graph):
     "form",
     often(
         [
-            *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
+            *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle", "time_major"],
             *["masked", "weighted", *SMOOTHED, "adapted", "adapted_trained", "adapted_wide"],
         ],
-        *["bias", "tied", "capped", "last", "weighted", "smoothed"],
+        *["bias", "tied", "capped", "last", "time_major", "weighted", "smoothed"],
     ),
 )
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
