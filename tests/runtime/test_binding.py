@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import assert_same, step, twin
-from step_lists import free_profile, recompute_with_any_reads, schedule_of, with_random_implementations
+from step_lists import free_profile, recompute, recompute_with_any_reads, schedule_of, with_random_implementations
 from torch import nn
 
 import monetlite
@@ -61,6 +61,25 @@ def test_whatever_is_missing_the_schedule_stays_legal(seed):
         ported = bind(schedule, lacking)
     simulate(free_profile(lacking), ported)
     assert [index for index, _ in ported] == [index for index, _ in steps]
+
+
+def test_what_the_default_reads_is_not_written_over_before():
+    """A batch norm over its input, where its gradient can't be made from its output."""
+    graph, chosen = traced(), {"1": "inplace", "1.backward": "from_output"}
+
+    def choose(index):
+        operator = graph.operators[index]
+        names = [item.name for item in operator.implementations]
+        return names.index(chosen.get(operator.name, names[0]))
+
+    steps = recompute(graph, lambda _: False, choose)
+    profile, lacking = free_profile(graph), graph.restricted(lambda item: item.name != "from_output")
+    with pytest.warns(UserWarning, match=r"1\.backward as from_output, which"):
+        ported = bind(schedule_of(profile, steps), lacking)
+    assert not any(choice for _, choice in ported)
+    kept_bytes = graph.values[graph.operators[graph.by_name["1"]].implementations[0].reads[0]].size_bytes
+    peaks = [simulate(free_profile(of), made).peak_bytes for of, made in ((graph, steps), (lacking, ported))]
+    assert peaks[1] <= peaks[0] + kept_bytes
 
 
 def test_one_warning_says_what_runs_otherwise_and_what_it_takes():
