@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import monetlite
 from monetlite.core.errors import ModelError
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.tracing import graph_builder
 
 AGAIN = r"create_graph=True\), for which nothing can be planned"
@@ -230,6 +231,25 @@ def test_gradients_are_differentiated_after_a_pass_that_kept_the_graph():
     planned = monetlite.MONeTWrapper(twin(plain), budget="100%", time_limit=0.3, wait=True)
     with pytest.warns(UserWarning, match=AGAIN):
         assert_trained_alike(plain, planned, step)
+
+
+def test_runs_of_another_kind_stay_planned():
+    """A critic's runs on what a generator made, beside one on real images whose gradient is penalised (R1)."""
+    plain = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Softplus())))
+    x, factor = torch.randn(1024, 64), torch.ones(64, requires_grad=True)
+
+    def peak_bytes(model):
+        return peak_growth_bytes(lambda: model(x * factor).square().mean().backward())
+
+    planned = monetlite.within(twin(plain), budget="70%", time_limit=0.3, wait=True)
+    planned(x * factor).square().mean().backward()
+    before_bytes = peak_bytes(planned)
+    assert before_bytes < 0.8 * peak_bytes(plain)
+    given = x.clone().requires_grad_()
+    with pytest.warns(UserWarning, match=AGAIN):
+        (slope,) = torch.autograd.grad(planned(given).sum(), given, create_graph=True)
+    slope.square().sum().backward()
+    assert peak_bytes(planned) <= before_bytes
 
 
 @pytest.mark.parametrize("delivered_bytes", [2**12, 2**20])
