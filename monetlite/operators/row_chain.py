@@ -188,7 +188,7 @@ class _ChainWork:
     Attributes:
         count: number of rows; tiles: number of tiles.
         steps: that run, each with the slots that die at it.
-        results: slots of the results.
+        results: slots whose rows are results as they are made. Those of several tiles are copied.
     """
 
     count: int
@@ -199,33 +199,32 @@ class _ChainWork:
     @classmethod
     def of(cls, call: Call) -> "_ChainWork":
         arguments: Any = call.args
-        rows, _, steps, results, _, tiles, _ = arguments
+        rows, _, steps, results, _, tiles, over = arguments
         first = next(row for row in rows if row is not None)
         return cls(
             count=math.prod(first.spec.shape[:-1]),
             tiles=tiles,
             steps=_needed(steps, rows, results),
-            results={slot for slot, *_ in results},
+            results={item[0] for at, item in enumerate(results) if tiles == 1 and (over is None or at != over[0])},
         )
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that the steps hold for one row, at most; results of a single tile are no workspace."""
+        """Bytes that the steps hold for one row, at most, beside the results."""
         sizes: dict[int, int] = {}
         made: dict[int, tuple[int, str]] = {}
         live = most = 0
         for step, dying in self.steps:
             over = _over(step, dying, made)
             if not step.sums:
-                is_result = self.tiles == 1 and step.slot in self.results
-                sizes[step.slot] = 0 if is_result else step.width * item_bytes(step.dtype)
+                sizes[step.slot] = step.width * item_bytes(step.dtype)
                 made[step.slot] = (step.width, step.dtype)
                 taken = None if over is None else step.args[over][1]
                 live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
                 most = max(most, live)
                 dying = [slot for slot in dying if slot != taken]
             live -= sum(sizes.get(slot, 0) for slot in dying)
-        return most
+        return most - sum(sizes.get(slot, 0) for slot in self.results)
 
 
 def _kernels(call: Call) -> Iterator[KernelRuns]:
@@ -314,25 +313,24 @@ def row_chain(
 
         for launch in launches:
             args = [operand(item) for item in launch.args]
+            kwargs = {name: operand(item) for name, item in launch.kwargs}
             if launch.run is None:
                 _add(sums, launch.step, args, tiles)
             else:
-                kwargs = {name: operand(item) for name, item in launch.kwargs}
                 slots[launch.step.slot] = launch.run(*args, **kwargs)
-            del args
+            del args, kwargs
             for slot in launch.dying:
                 slots.pop(slot, None)
         for position, (slot, _, shape) in enumerate(results):
             if slot is None or shape is not None:
                 continue
-            tile = slots[slot]
             if tiles == 1 and position not in made:
-                made[position] = tile
+                made[position] = slots[slot]
                 continue
             if position not in made:
-                made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
-            made[position][some].copy_(tile)
-        del slots, operand
+                made[position] = slots[slot].new_empty((count, slots[slot].shape[1]))
+            made[position][some].copy_(slots[slot])
+        del slots, operand  # the next tile takes its place
     found: list[Tensor | None] = []
     for position, (slot, like, shape) in enumerate(results):
         if slot is None:

@@ -5,7 +5,7 @@ their default calls, and at each operator every alternative is run too, on copie
 A family that offers something new is tested by every module here that has its kernel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -164,6 +164,22 @@ class Captured:
             else:
                 _Trial(self.traced, operator, memory, seen, extreme).run()
         return seen
+
+    @torch.no_grad()
+    def runs(self, family: str) -> Iterator[tuple[Implementation, list[object]]]:
+        """Each implementation of the operators of a family, with arguments for one run of it."""
+        memory = Memory(self.traced)
+        memory.tensors.update(self.given)
+        for operator in self.operators:
+            if operator.family == LOSS:
+                for node in self.traced.joint.graph.graph.nodes:
+                    if storages.is_tangent(node):
+                        memory.tensors[node.name] = torch.ones(spec_of(node.meta["val"]).shape)
+                continue
+            for item in operator.implementations if operator.family == family else ():
+                if not item.devices or "cpu" in item.devices:
+                    yield item, memory.copy(memory.tensors).arguments(item.call)[0]
+            memory.tensors.update(memory.run(operator.implementations[0].call))
 
 
 class _Trial:

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.graph import TILED_ROWS
+from monetlite.operators.implementations import FUNCTIONS
 from monetlite.planning.budgets import as_schedule
+from monetlite.profiling.memory_records import peak_growth_bytes
 from monetlite.solving.incumbent import Solution
 
 WIDTH, HIDDEN, CLASSES = 16, 40, 53
@@ -131,6 +133,29 @@ def test_every_form_of_a_chain_agrees_with_the_default(form):
     names = seen.names("row_chain")
     assert {"tiles_2", "tiles_4", "tiles_8"} <= names
     assert {"products", "products_tiles_4"} <= names
+
+
+def held_bytes(target, arguments):
+    """Bytes that a chain holds at most, beside its operands and results."""
+    results = []
+    most_bytes = peak_growth_bytes(lambda: results.extend(FUNCTIONS[target].run(*arguments)))
+    given = {tensor.untyped_storage().data_ptr() for tensor in arguments[0] if tensor is not None}
+    storages = [tensor.untyped_storage() for tensor in results if tensor is not None]
+    made = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return most_bytes - sum(size_bytes for at, size_bytes in made.items() if at not in given)
+
+
+@pytest.mark.parametrize("form", often(FORMS, "swiglu", "layer_norm"))
+def test_chains_hold_what_is_declared(form):
+    """Beside operands and results: one tile's rows, and nothing of the tile before."""
+    torch.manual_seed(0)
+    captured = Captured(Model(form, layers=1).train(), tokens_of(16, 256), layout=TILED_ROWS)
+    rows_bytes, tried = 16 * 256 * WIDTH * 4, set()
+    for item, arguments in captured.runs("row_chain"):
+        declared_bytes = FUNCTIONS[item.call.target].workspace_bytes(item.call)
+        assert abs(held_bytes(item.call.target, arguments) - declared_bytes) <= rows_bytes / 20, item.name
+        tried.add(item.name)
+    assert {"default", "products", "tiles_2", "tiles_8", "tiles_8_inplace"} <= tried
 
 
 @pytest.mark.thorough
