@@ -4,10 +4,10 @@ The functions take contiguous images of two dimensions, (batch, channels, height
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from monetlite.operators.strides import is_contiguous
 
 FORWARD = "aten.convolution.default"
 BACKWARD = "aten.convolution_backward.default"
+
+_Columns: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes a matrix of an image, which stands only as long as it is multiplied."""
 
 
 class ConvolutionCall(NamedTuple):
@@ -126,7 +129,7 @@ def convolve_chunks(image: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 def multiply(image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A 1×1 convolution as a matrix product for each image."""
     result = image.new_empty(len(image), len(weight), *image.shape[2:])
-    return _products(image.flatten(2), weight.flatten(1), bias, result)
+    return _products(image, _points, weight.flatten(1), bias, result)
 
 
 @function("convolve_unfolded")
@@ -135,18 +138,27 @@ def convolve_unfolded(
 ) -> Tensor:
     """A convolution as a matrix product with the patches of one image at a time."""
     size = result_size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
-    patches = (unfold(item, weight.shape[2:], dilation, padding, stride) for item in image)
     result = image.new_empty(len(image), len(weight), *size)
-    return _products(patches, weight.flatten(1), bias, result)
+    return _products(image, _patches(weight.shape, stride, padding, dilation), weight.flatten(1), bias, result)
 
 
-def _products(columns: Iterable[Tensor], matrix: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
-    """Write the products of the weight's matrix with one for each image."""
-    for source, target in zip(columns, result.flatten(2), strict=True):
+def _points(image: Tensor) -> Tensor:
+    """The points of an image of shape (channels, height, width) as columns."""
+    return image.flatten(1)
+
+
+def _patches(weight: Sequence[int], stride: Any, padding: Any, dilation: Any) -> _Columns:
+    """A function that makes the patches of an image columns, for a weight of some shape."""
+    return lambda image: unfold(image, (weight[2], weight[3]), dilation, padding, stride)
+
+
+def _products(images: Tensor, columns: _Columns, matrix: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
+    """Write the products of the weight's matrix with the columns of each image."""
+    for image, target in zip(images, result.flatten(2), strict=True):
         if bias is None:
-            torch.mm(matrix, source, out=target)
+            torch.mm(matrix, columns(image), out=target)
         else:
-            torch.addmm(bias[:, None], matrix, source, out=target)
+            torch.addmm(bias[:, None], matrix, columns(image), out=target)
     return result
 
 
@@ -172,6 +184,7 @@ def weight_gradient_chunks(
         )
         for_weight = of_weight if for_weight is None else for_weight.add_(of_weight)
         for_bias = of_bias if for_bias is None or of_bias is None else for_bias.add_(of_bias)
+        del of_weight, of_bias  # before the next ones are made
     return None, for_weight, for_bias
 
 
@@ -179,7 +192,7 @@ def weight_gradient_chunks(
 def multiply_transposed(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a 1×1 convolution for its image."""
     result = gradient.new_empty(len(gradient), weight.shape[1], *gradient.shape[2:])
-    return _products(gradient.flatten(2), weight.flatten(1).t(), None, result)
+    return _products(gradient, _points, weight.flatten(1).t(), None, result)
 
 
 @function("input_gradient_unfolded")
@@ -200,7 +213,7 @@ def weight_gradient_multiplied(
     gradient: Tensor, image: Tensor, shape: list[int], mask: list[bool]
 ) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients of a 1×1 convolution for weight and bias, summed image by image."""
-    return _summed_products(image.flatten(2), gradient, shape, mask)
+    return _summed_products(image, _points, gradient, shape, mask)
 
 
 @function("weight_gradient_unfolded")
@@ -209,17 +222,16 @@ def weight_gradient_unfolded(
 ) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients of a convolution for weight and bias, from the patches of one image at a time."""
     stride, padding, dilation = geometry
-    patches = (unfold(item, (shape[2], shape[3]), dilation, padding, stride) for item in image)
-    return _summed_products(patches, gradient, shape, mask)
+    return _summed_products(image, _patches(shape, stride, padding, dilation), gradient, shape, mask)
 
 
 def _summed_products(
-    columns: Iterable[Tensor], gradient: Tensor, shape: list[int], mask: list[bool]
+    images: Tensor, columns: _Columns, gradient: Tensor, shape: list[int], mask: list[bool]
 ) -> tuple[None, Tensor | None, Tensor | None]:
-    """The gradients for a weight of some shape, summed over a matrix for each image, and for the bias."""
+    """The gradients for a weight of some shape, summed over the columns of each image, and for the bias."""
     total = gradient.new_zeros(shape[0], shape[1] * shape[2] * shape[3])
-    for of_result, source in zip(gradient.flatten(2), columns, strict=True):
-        total.addmm_(of_result, source.t())
+    for image, of_result in zip(images, gradient.flatten(2), strict=True):
+        total.addmm_(of_result, columns(image).t())
     return None, total.view(shape) if mask[1] else None, gradient.sum((0, 2, 3)) if mask[2] else None
 
 

@@ -52,7 +52,7 @@ def merge_backward(graph: fx.Graph) -> None:
 
 
 def _chunk_bytes(call: Call) -> int:
-    return 2 * min(float32_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
+    return min(float32_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
 
 
 def _classes(call: Call) -> int:
@@ -95,6 +95,7 @@ def _by_rows(result: Tensor, gradient: Tensor, log_probabilities: Tensor, target
         of_rows = gradient[some] if gradient.dim() else gradient
         loss = torch.ops.aten.nll_loss_backward.default(of_rows, log_probabilities[some], target[some], *of_loss)
         torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])
+        del loss  # before the next one is made
     return result
 
 
