@@ -182,6 +182,7 @@ def by_mask(
             return
         for where, bits in unpacked(mask, flat.numel()):
             write_piece(flat[where], bits)
+            del bits  # before the next ones are made
 
     return over_in_order(result, strides, write)
 

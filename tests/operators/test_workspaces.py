@@ -149,7 +149,7 @@ def test_convolutions_by_patches():
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_masks_and_bfloat16(pieces, monkeypatch):
     """Without Triton, which holds nothing."""
-    source, gradient = torch.randn(64, 4096), torch.randn(64, 4096)
+    source, gradient = torch.randn(256, 4096), torch.randn(256, 4096)
     for name in ("cpu", "cuda"):
         monkeypatch.setitem(packing.PIECE_ELEMENTS, name, source.numel() // pieces)
     strides = [4096, 1]
