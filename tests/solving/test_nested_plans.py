@@ -154,6 +154,25 @@ def test_the_smallest_budget_is_below_that_of_settings(tower: Profile, monkeypat
     assert found.smallest_reached_bytes < 0.8 * settings
 
 
+def test_the_leanest_schedule_is_found_from_afar(tower: Profile) -> None:
+    """A few programs of less and less room lead from plain training's peak to it."""
+    deep = planned(tower, 10.0)  # the search ends by itself, much sooner
+    assert deep is not None
+    nested = NestedPlans(deep)
+    plain_bytes = simulate(tower, plain_steps(tower.graph)).peak_bytes
+    seen: list[int] = []
+
+    def timeline_of(steps: tuple[Step, ...]) -> Timeline:
+        timeline = simulate(tower, steps)
+        seen.append(timeline.peak_bytes)
+        return timeline
+
+    leanest = nested.leanest(plain_bytes, timeline_of)
+    assert leanest is not None
+    assert leanest.peak_bytes == min(seen) < 0.35 * plain_bytes
+    assert len(seen) <= 6
+
+
 def test_plans_of_a_lower_peak_are_looked_for(tower: Profile) -> None:
     deep = DeepStep(tower, find_blocks(tower.graph), seed=0)
     search = PlanSearch(deep.cut.stretch(1, 3), seed=0)

@@ -34,8 +34,6 @@ _UNIT_LENGTHS = (1, 2, 4)
 """Numbers of blocks in a part, all of which the stages of a deep step look for plans of."""
 _LEVELS = 240
 """Equal parts of memory, to which bytes are rounded up."""
-_LEANER = 0.97
-"""Part of the smallest peak so far within which a smaller one is looked for."""
 _ROOMY = 1.1
 """Memory of the program over that of the budget: rounded bytes promise too little."""
 
@@ -190,12 +188,10 @@ class NestedPlans:
             timeline_of: simulates steps, to which it may add.
             finished: asked often.
         """
-        room_bytes = budget_bytes - self.graph.resident.total
-        table = self._solve(_ROOMY * room_bytes, finished) if room_bytes > 0 else None
+        table = self._solve(self._room_bytes(budget_bytes), finished)
         if table is None:
             return None
-        time_ms = table.time_ms[0, len(self.places), _LEVELS:]
-        levels = [at for at in range(_LEVELS + 1) if time_ms[at] < (time_ms[at - 1] if at else math.inf)]
+        levels = self._levels(table)
         fitting: Timeline | None = None
         leanest: Timeline | None = None
         low, high = 0, len(levels)  # peaks are by and large in the order of levels
@@ -219,14 +215,29 @@ class NestedPlans:
     ) -> Timeline | None:
         """The schedule of the smallest peak that the plans make; None if it isn't below `most_bytes`."""
         found: Timeline | None = None
-        while (timeline := self.within(int(_LEANER * most_bytes), timeline_of, finished)) is not None:
-            if timeline.peak_bytes >= most_bytes:
-                break
-            found, most_bytes = timeline, timeline.peak_bytes
+        with contextlib.suppress(IllegalSchedule):
+            # Less room is cut into finer levels, which round less.
+            while (table := self._solve(self._room_bytes(most_bytes), finished)) is not None:
+                levels = self._levels(table)
+                timeline = timeline_of(self._steps(table, levels[0])) if levels else None
+                if timeline is None or timeline.peak_bytes >= most_bytes:
+                    break
+                found, most_bytes = timeline, timeline.peak_bytes
         return found
 
+    def _room_bytes(self, budget_bytes: int) -> float:
+        """Memory of the program for a budget."""
+        return _ROOMY * (budget_bytes - self.graph.resident.total)
+
+    def _levels(self, table: _Table) -> list[int]:
+        """The levels of a table from which on something else is the fastest, ascending."""
+        time_ms = table.time_ms[0, len(self.places), _LEVELS:]
+        return [at for at in range(_LEVELS + 1) if time_ms[at] < (time_ms[at - 1] if at else math.inf)]
+
     def _solve(self, room_bytes: float, finished: Callable[[], bool]) -> _Table | None:
-        """The program for so much memory; None if the time is up."""
+        """The program for so much memory; None if there is none, or the time is up."""
+        if room_bytes <= 0:
+            return None
         count = len(self.places)
         table = _Table(
             level_bytes=room_bytes / _LEVELS,
