@@ -26,7 +26,7 @@ from monetlite.core.units import format_bytes
 from monetlite.planning.advice import LeastPeak
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.budgets import as_schedule, solve_budget
-from monetlite.solving.baselines import checkpointing_settings, known_schedules
+from monetlite.solving.baselines import known_schedules
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
@@ -327,8 +327,7 @@ class _Prober:
         from monetlite.solving.smallest import smallest_budget
 
         profile = self.profile(batch)
-        known = [schedule.choices.steps(profile.graph) for schedule in self.found[-2:]]
-        starts = known or checkpointing_settings(profile)
+        starts = [schedule.choices.steps(profile.graph) for schedule in self.found[-2:]]
         found = smallest_budget(profile, seconds=seconds, seed=seed, starts=starts, enough_bytes=self.budget_bytes)
         self.bound_bytes[batch] = max(self.bound_bytes.get(batch, 0), found.smallest_proven_bytes)
         steps, peak_bytes = found.smallest_reached_steps, found.smallest_reached_bytes

@@ -8,6 +8,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiling import is_ready
+from monetlite.solving.baselines import checkpointing_settings
 from monetlite.solving.blocks.deep_step import DeepStep, in_blocks
 from monetlite.solving.blocks.nested_plans import nested_plans, unit_places
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
@@ -19,6 +20,8 @@ from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 
 SMALL_OPERATORS = 40
 """Graphs of at most so many operators are tried exhaustively; larger ones have too many states."""
+_SETTINGS_SHARE = 0.1
+"""Part of the time for settings of checkpointing."""
 _PLANS_SHARE = 0.3
 """Part of the time for plans of blocks."""
 _NOTHING_FITS = -1
@@ -46,11 +49,15 @@ def smallest_budget(
         A solution for no budget: `smallest_proven_bytes` and `smallest_reached_bytes` are its result, with
         `smallest_reached_steps`.
     """
-    problem = Problem.of(profile)
-    incumbent = Incumbent(problem, _NOTHING_FITS)
+    began = now()
+    incumbent = Incumbent(Problem.of(profile), _NOTHING_FITS)
     for steps in starts:
         incumbent.offer(steps, "start")
-    bracket_smallest(incumbent, seconds=seconds, seed=seed, enough_bytes=enough_bytes)
+    for steps in checkpointing_settings(profile):
+        incumbent.offer(steps, "checkpointing")
+        if now() >= began + _SETTINGS_SHARE * seconds:
+            break
+    bracket_smallest(incumbent, seconds=began + seconds - now(), seed=seed, enough_bytes=enough_bytes)
     return incumbent.solution(infeasible=True)
 
 

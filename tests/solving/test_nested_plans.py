@@ -154,6 +154,13 @@ def test_the_smallest_budget_is_below_that_of_settings(tower: Profile, monkeypat
     assert found.smallest_reached_bytes < 0.8 * settings
 
 
+def test_the_smallest_budget_is_at_most_that_of_settings(tower: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monetlite.solving.smallest._nest_plans", lambda *of, **by: None)
+    monkeypatch.setattr("monetlite.solving.smallest._lower_in_threads", lambda *of, **by: None)
+    settings = min(simulate(tower, steps).peak_bytes for steps in checkpointing_settings(tower))
+    assert smallest_budget(tower, seconds=30.0).smallest_reached_bytes == settings
+
+
 def test_the_leanest_schedule_is_found_from_afar(tower: Profile) -> None:
     """A few programs of less and less room lead from plain training's peak to it."""
     deep = planned(tower, 10.0)  # the search ends by itself, much sooner
