@@ -7,7 +7,7 @@ from functools import partial
 from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
-from monetlite.solving.annealing.compiling import is_ready
+from monetlite.solving.annealing.compiling import is_ready, load
 from monetlite.solving.baselines import checkpointing_settings
 from monetlite.solving.blocks.deep_step import DeepStep, in_blocks
 from monetlite.solving.blocks.nested_plans import nested_plans, unit_places
@@ -97,7 +97,8 @@ def bracket_smallest(
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
     elif is_ready():
-        _nest_plans(incumbent, deep, seconds=seconds, seed=seed, should_stop=should_stop)
+        load()
+        _nest_plans(incumbent, deep, seconds=deadline - now(), seed=seed, should_stop=should_stop)
     left = deadline - now()
     if left > 0 and not should_stop():
         _lower_in_threads(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)

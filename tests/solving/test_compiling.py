@@ -24,6 +24,7 @@ from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
 from monetlite.solving.incumbent import Incumbent
 from monetlite.solving.problem import Problem
+from monetlite.solving.smallest import smallest_budget
 
 
 class NeverDone:
@@ -59,6 +60,23 @@ def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
     assert nothing_compiled
     assert solution.steps is not None
     assert simulate(profile, solution.steps, budget_bytes).latency_ms == solution.latency_ms
+
+
+def test_compiled_code_is_loaded_before_plans_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes a second of the time for plans, and a search that waits for it seems slow."""
+    order: list[str] = []
+    for room in ("solver", "smallest"):
+        monkeypatch.setattr(f"monetlite.solving.{room}.load", lambda: order.append("loaded"))
+        monkeypatch.setattr(f"monetlite.solving.{room}.is_ready", lambda: True)
+        monkeypatch.setattr(f"monetlite.solving.{room}.in_blocks", lambda *_: order.append("in blocks"))
+    profile = random_profile(random.Random(3), forward_operators=40)
+    solve_profile(
+        profile, simulate(profile, plain_steps(profile.graph)).peak_bytes - 1, SolvingOptions(time_limit=1)
+    )
+    assert order[:2] == ["loaded", "in blocks"]
+    order.clear()
+    smallest_budget(profile, seconds=0.2)
+    assert order == ["loaded", "in blocks"]
 
 
 def test_what_comes_before_compiling_has_an_end() -> None:
