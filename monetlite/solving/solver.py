@@ -19,7 +19,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.compiling import is_ready, load, still_compiling
-from monetlite.solving.annealing.flat_problem import flatten, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import CHECK_EVERYTHING, search
@@ -72,7 +72,8 @@ _COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
 """For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
 _FAR, _VERY_FAR = 1.1, 1.6
 """Latency of the best schedule over the bound from which more settings are tried and the search is guided before
-coarse relaxations bound, and from which re-runs are left out before a search."""
+coarse relaxations bound, and from which hardly anything fits: re-runs are left out before a search, which keeps to
+the budget."""
 _GUIDING_SHARE = 0.6
 """Part of the time left that this may take."""
 _CLOSE = 0.995
@@ -161,7 +162,7 @@ class _PeakSolve:
         """True once plans of blocks make a schedule within the budget."""
         self.guides: list[tuple[Step, ...]] = []
         self.tight: Integers | None = None
-        """Choices of the first schedule, where it took aiming at memory alone to find one."""
+        """Choices of the first schedule, where hardly anything fits."""
         self.bounding = False
         self.failure: BaseException | None = None
 
@@ -295,6 +296,8 @@ class _PeakSolve:
             # Nothing fits so far: aim at memory alone, then go on from what that finds.
             self._find_anything(seconds=0.5 * self.left)
         self._leave_out_reruns()
+        if incumbent.steps is not None and self.tight is None and self._is_very_far():
+            self.tight = encode(flatten(self.problem), incumbent.steps)
         if not self.should_stop():
             self._search(share=0.5 if with_program else max(0.0, 1 - spared / max(self.left, 1e-9)))
         if with_program and self.left > 2 and not self.should_stop():
@@ -305,6 +308,10 @@ class _PeakSolve:
             taken = max(_LEAST_SMALLEST_SECONDS, _SMALLEST_PART * (now() - self.began))
             self._bracket_smallest(seconds=min(spared, taken))
 
+    def _is_very_far(self) -> bool:
+        """True if the best schedule is very far from the bound, or there is none."""
+        return self.incumbent.latency_ms > _VERY_FAR * self.incumbent.bound_ms
+
     def _leave_out_reruns(self) -> None:
         """Leave out re-runs of the best schedule where it is very far from the bound.
 
@@ -312,7 +319,7 @@ class _PeakSolve:
         """
         incumbent, end = self.incumbent, now() + max(_FEWER_SHARE * self.left, min(_FEWER_SECONDS, self.left))
         large = len(self.problem.graph.operators) > CHECK_EVERYTHING
-        if incumbent.steps is None or large or incumbent.latency_ms <= _VERY_FAR * incumbent.bound_ms:
+        if incumbent.steps is None or large or not self._is_very_far():
             return
         fewer = with_fewer_reruns(
             self.problem.profile,

@@ -1,5 +1,6 @@
 """The search against brute force: legal, within the budget, never better than the optimum, mostly equal."""
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving import baselines
+from monetlite.solving import baselines, solve_profile
 from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
@@ -119,6 +121,20 @@ def test_a_peak_that_is_small_enough_is_not_lowered_further() -> None:
     found, _ = lowered(profile, seconds=20, enough_bytes=enough_bytes)
     assert found.smallest_reached_bytes is not None
     assert found.smallest_reached_bytes <= enough_bytes
+
+
+@pytest.mark.parametrize("very_far", [False, True])
+def test_a_budget_is_tight_where_the_first_schedule_is_very_far_from_the_bound(
+    very_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Integers | None] = []
+    monkeypatch.setattr("monetlite.solving.solver.search", lambda *_, tight, **by: asked.append(tight))
+    monkeypatch.setattr("monetlite.solving.solver._VERY_FAR", 0.0 if very_far else math.inf)
+    profile = random_profile(random.Random(3), forward_operators=40)
+    budget_bytes = int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
+    solve_profile(profile, budget_bytes, SolvingOptions(time_limit=2, gap=0.0))
+    assert asked
+    assert [tight is not None for tight in asked] == [very_far] * len(asked)
 
 
 def test_a_search_within_a_tight_budget_begins_from_what_fits() -> None:
