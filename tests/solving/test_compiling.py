@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
     assert nothing_compiled
     assert solution.steps is not None
     assert simulate(profile, solution.steps, budget_bytes).latency_ms == solution.latency_ms
+
+
+def test_one_process_compiles_for_all_threads(
+    nothing_compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_slowly(command: list[str], **by: object) -> object:
+        time.sleep(0.05)
+        return start(command, **by)
+
+    monkeypatch.setattr(subprocess, "Popen", start_slowly)
+    threads = [threading.Thread(target=compiling.begin_compiling) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(nothing_compiled) == 1
 
 
 def test_compiled_code_is_loaded_before_plans_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

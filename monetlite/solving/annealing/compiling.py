@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ _COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling 
 COMPILING_SECONDS = 60.0
 """The most time that a solve waits for its code. A busy machine may take longer: then it solves without."""
 _compiling: "subprocess.Popen[bytes] | None" = None
+_starting = threading.Lock()
+"""Held while that process is looked for or started: several threads of a solve need it at once."""
 _loaded = False
 """True once this process has the code."""
 
@@ -110,15 +113,16 @@ def begin_compiling() -> None:
 def _compiler() -> "subprocess.Popen[bytes]":
     """The process that compiles: the one that an earlier solve left behind, if it is still at it."""
     global _compiling
-    if _compiling is None or _compiling.poll() is not None:
-        _compiling = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=own_environment(),
-        )
-    return _compiling
+    with _starting:
+        if _compiling is None or _compiling.poll() is not None:
+            _compiling = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=own_environment(),
+            )
+        return _compiling
 
 
 def still_compiling() -> bool:
