@@ -15,6 +15,7 @@ from random_graphs import random_profile
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.solving.bounding import peak_bound
 from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.bounding.relaxation import Relaxation
@@ -25,6 +26,22 @@ from monetlite.solving.program import solve_program
 
 GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "40"))
 """How many random graphs bounds are compared on with the optimum; thousands before a release."""
+
+
+def test_a_solve_bounds_its_budgets_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes half a second of some thousand operators, as long as the search for the smallest budget may take."""
+    bounded: list[object] = []
+    inner = peak_bound.certain_lifetimes
+
+    def lifetimes(problem: Problem) -> peak_bound.CertainLifetimes:
+        bounded.append(problem)
+        return inner(problem)
+
+    monkeypatch.setattr(peak_bound, "certain_lifetimes", lifetimes)
+    profile = random_profile(random.Random(3), forward_operators=40)
+    problem = Problem.of(profile)
+    assert smallest_budget_bound(problem) == smallest_budget_bound(problem)
+    assert bounded == [problem]
 
 
 @pytest.mark.parametrize("seed", range(GRAPHS))

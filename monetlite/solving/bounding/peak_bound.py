@@ -4,6 +4,7 @@ All bounds stand on `certain_lifetimes`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -74,6 +75,7 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
     return CertainLifetimes(problem=problem, fixed_bytes=fixed_bytes, pinned_until=pinned_until)
 
 
+@lru_cache(maxsize=2)
 def smallest_budget_bound(problem: Problem) -> int:
     """Bytes below which no schedule fits, however slow.
 
