@@ -18,7 +18,7 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiled import Integers
-from monetlite.solving.annealing.compiling import is_ready, load, still_compiling
+from monetlite.solving.annealing.compiling import is_ready, still_compiling
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
@@ -192,9 +192,7 @@ class _PeakSolve:
         settings = checkpointing_settings(problem.profile)
         self._try_settings(settings, _SETTINGS_SHARE)
         large = len(problem.graph.operators) > SMALL_OPERATORS
-        if large and is_ready():
-            load()  # before searches measure how fast they are
-            self.deep = in_blocks(problem.profile, self.options.seed)
+        self.deep = in_blocks(problem.profile, self.options.seed) if large and is_ready() else None
         if self.deep is not None and not self.should_stop():
             self._plan_blocks(self.deep, *STAGES[0], at_most=len(problem.graph.operators) / _OPERATORS_A_SECOND)
         if incumbent.latency_ms > _FAR * incumbent.bound_ms and not self.should_stop():
