@@ -70,7 +70,8 @@ def test_what_the_step_before_left_counts_where_it_is_freed_meanwhile(door, capl
     """Gradients are cleared between forward and backward, as Lightning does, and the output is held."""
     config = {"n_layer": 1, "n_embd": 128, "n_head": 2, "vocab_size": 2000, "use_cache": False}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=1))
-    trained, ids = door(model, budget="100%", time_limit=1, device="rtx-3090"), torch.randint(0, 2000, (8, 128))
+    options = {"budget": "100%", "time_limit": 1, "device": "rtx-3090", "implementations": "default"}
+    trained, ids = door(model, **options), torch.randint(0, 2000, (8, 128))
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(MANY):
             output = trained(input_ids=ids, labels=ids)
