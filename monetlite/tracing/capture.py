@@ -34,8 +34,8 @@ from monetlite.fx.torch_internals.torch_as_plain import (
     ASKED,
     asked_gradients_left_out,
     classes_known,
-    quotients_kept_whole,
     said_to_be_plain,
+    scaled_sums_kept_whole,
 )
 from monetlite.fx.torch_internals.torch_branches import branches_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
@@ -363,7 +363,7 @@ def capture_settings(programs: int | None = None) -> Iterator[None]:
         failures_unlogged(),
         branches_captured(),
         said_to_be_plain(but_in=_TOLD),
-        quotients_kept_whole(),
+        scaled_sums_kept_whole(),
         classes_known(),
         dynamo_settings(
             recompile_limit=programs or MAX_PROGRAMS,

@@ -372,18 +372,19 @@ def _upsamplings(mode):
     return {overload: getattr(packet, overload) for overload in packet.overloads()}
 
 
-def test_a_scaled_quotient_stays_one_kernel():
+@pytest.mark.parametrize("name", ["addcdiv", "addcdiv_", "addcmul", "addcmul_"])
+def test_a_scaled_sum_stays_one_kernel(name):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x):
-            return torch.addcdiv(x, self.layer(x), 1 + x.square(), value=0.3)
+            return getattr(torch.Tensor, name)(x.sin(), self.layer(x), 1 + x.square(), value=0.3)
 
     graph = monetlite.trace(Net(), torch.randn(2, 4))
     targets = [op.implementations[0].call.target for op in graph.operators if op.implementations[0].call]
-    assert "aten.addcdiv.default" in targets
+    assert f"aten.{name.removesuffix('_')}.default" in targets
 
 
 def test_prints_and_logs_in_a_model_do_not_break_the_capture(capsys):

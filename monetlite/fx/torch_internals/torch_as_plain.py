@@ -4,6 +4,7 @@
 | --- | --- |
 | `_get_handlers`, `f_globals` | tell code whether it is compiled; another branch than in plain training would run |
 | `_get_handlers` | `torch.addcdiv` would be three operators, which round otherwise than its kernel |
+| `method_addcdiv_`, `method_addcmul_` | the same of these methods, in place |
 | `TensorVariable.call_method` | asks for a gradient of what is computed (`requires_grad_`); LoRA would break |
 | `_call_setattr`, `call_setattr` | the same by an attribute, since torch 2.13 and before; T5 would |
 | `GetAttrVariable.call_method` | the name of a class of torch; graphs of peft's DoRA would break |
@@ -28,6 +29,8 @@ ASKED = "monetlite_asked"
 """Metadata of a captured call of whose result a gradient was asked for."""
 _ASKING = ("is_compiling", "is_dynamo_compiling")
 """Names of torch's functions by which code asks whether it is compiled."""
+_SCALED_SUMS = ("method_addcdiv_", "method_addcmul_")
+"""Methods by which TorchDynamo takes apart those of a tensor. A version without one keeps them whole."""
 _SETS: Any = getattr(_builtin, "SetAttrBuiltinVariable", _builtin.BuiltinVariable)
 _SETTER = "_call_setattr" if hasattr(_SETS, "_call_setattr") else "call_setattr"
 _set_attribute = getattr(_SETS, _SETTER)
@@ -57,17 +60,26 @@ def said_to_be_plain(but_in: Collection[str]) -> AbstractContextManager[None]:
     return patched(mock.patch.dict(handlers, answers))
 
 
-def quotients_kept_whole() -> AbstractContextManager[None]:
-    """Have captures call `torch.addcdiv` with a `value` as it is, for the time of a block."""
+def scaled_sums_kept_whole() -> AbstractContextManager[None]:
+    """Have `addcdiv`, `addcdiv_` and `addcmul_` with a `value` captured as they are, for the time of a block."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
-    taken_apart = handlers[torch.addcdiv]
 
-    def called(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("value"), ConstantVariable):
-            return None  # no other handling
-        return taken_apart(function, translator, *args, **kwargs)
+    def but_with_numbers(taken_apart: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs.get("value"), ConstantVariable):
+                return None  # no other handling
+            return taken_apart(*args, **kwargs)
 
-    return patched(mock.patch.dict(handlers, {torch.addcdiv: called}))
+        return called
+
+    methods = [name for name in _SCALED_SUMS if hasattr(TensorVariable, name)]
+    return patched(
+        mock.patch.dict(handlers, {torch.addcdiv: but_with_numbers(handlers[torch.addcdiv])}),
+        *(
+            mock.patch.object(TensorVariable, name, but_with_numbers(getattr(TensorVariable, name)))
+            for name in methods
+        ),
+    )
 
 
 def asked_gradients_left_out() -> AbstractContextManager[None]:
