@@ -11,6 +11,9 @@ cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes tha
 And draws in place (dropout in place, alpha dropout): a plain step draws in the order of the storage, where a
 capture would draw in the order of indices, and so drop other elements of a channels-last tensor.
 
+And cells of GRUs: a plain step computes two gates in slices of their rows, in place. A capture would have each in
+a tensor of its own, where a CPU's kernels begin their vectors at other elements, and round some otherwise.
+
 And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
 the random number generator in another state.
 
@@ -27,6 +30,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import functional as F
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -131,6 +135,8 @@ def kernels_kept_whole() -> Iterator[None]:
         _draws_in_storage_order(),
         _dropout_of_everything(DispatchKey.Autograd),
         _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
+        _gates_in_rows(DispatchKey.Autograd),
+        _gates_in_rows(DispatchKey.CompositeImplicitAutograd),
     ):
         yield
 
@@ -232,3 +238,29 @@ def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:
         return made
 
     return traced_as(operator, key, dropout)
+
+
+def _gates_in_rows(key: DispatchKey) -> AbstractContextManager[None]:
+    """Have a CPU's GRU cell compute the sigmoid of two gates in slices, as a plain step does."""
+    operator = torch.ops.aten.gru_cell.default
+
+    def cell(
+        source: torch.Tensor,
+        hidden: torch.Tensor,
+        of_source: torch.Tensor,
+        of_hidden: torch.Tensor,
+        *biases: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if source.device.type != "cpu":
+            with without_python_kernels([operator], [key]):
+                made: torch.Tensor = operator(source, hidden, of_source, of_hidden, *biases)
+            return made
+        to_source, to_hidden = biases or (None, None)
+        given = F.linear(source, of_source, to_source).unsafe_chunk(3, 1)
+        kept = F.linear(hidden, of_hidden, to_hidden).unsafe_chunk(3, 1)
+        gates = torch.cat([kept[0] + given[0], kept[1] + given[1]], 1)
+        reset, update = (gate.sigmoid() for gate in gates.chunk(2, 1))
+        new = (given[2] + kept[2] * reset).tanh()
+        return (hidden - new) * update + new
+
+    return traced_as(operator, key, cell)

@@ -201,6 +201,29 @@ def test_a_product_of_one_row_reads_the_strides_of_plain_training():
         assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
 
 
+class StepsCells(nn.Module):
+    """A cell of a GRU over some positions, whose width is no multiple of a CPU's vectors."""
+
+    def __init__(self, width, bias):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(width, width, bias=bias), nn.Linear(width, 4)
+
+    def forward(self, x):
+        hidden = torch.zeros_like(x[0])
+        for position in x:
+            hidden = self.cell(position, hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(("width", "bias"), [(20, True), (12, False)])
+def test_cells_of_grus_round_as_in_plain_training(width, bias):
+    torch.manual_seed(0)
+    model, inputs = StepsCells(width, bias), (torch.randn(3, 8, width, requires_grad=True),)
+    graph = exactly(monetlite.trace(model, inputs))
+    for steps in (plain_steps(graph), recompute_everything(graph)):
+        assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
 class DropsInPlace(nn.Module):
     """Draws masks in place for tensors that are not in the order of their indices."""
 
