@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from monetlite.core.announcing import warn
 from monetlite.fx.torch_internals.torch_profiler import is_profiling as is_profiling
 from monetlite.fx.torch_internals.torch_profiler import marked_allocations, memory_profiler
 from monetlite.profiling.gpu_peak import GpuPeak
@@ -203,6 +204,8 @@ def _ended(profiler: "_Profiler | None") -> bool:
 class _Profiler:
     """Torch's profiler of memory, which begins when this is made. Two in a process at once crash it.
 
+    A profiler that the person has on in this thread ends, with a warning.
+
     Args:
         wait_seconds: the most time to wait for the one of another thread.
 
@@ -223,6 +226,11 @@ class _Profiler:
             _Profiler.on = self
         self._thread = threading.get_ident()
         try:
+            if is_profiling():
+                warn(
+                    "torch's profiler is on. It ends here, as monetlite measures memory by it; begin to profile "
+                    "after the first training step"
+                )
             self._profiler = memory_profiler()
             with _without_stderr():
                 self._profiler.__enter__()

@@ -112,6 +112,14 @@ def test_another_s_profiler_is_left_on():
     assert may_profile()
 
 
+def test_another_s_profiler_that_measuring_ends_is_told_of():
+    with torch.autograd.profiler.profile(use_cpu=True):
+        with pytest.warns(UserWarning, match="begin to profile after the first training step"):
+            assert running_totals(lambda: torch.empty(1000)) == [4000, 0]
+        assert not is_profiling()
+    assert may_profile()
+
+
 @pytest.mark.parametrize("name", ["__enter__", "__exit__"])
 def test_a_profiler_that_fails_is_in_nobodys_way(name, monkeypatch):
     profiler = MagicMock()
