@@ -32,7 +32,7 @@ class OpenRuns:
     """The runs of a model whose backward pass is still to come, and the budget of each.
 
     Args:
-        model, budget: as for `ModelSchedules`.
+        model, budget: as for `ModelSchedules`; no model where runs are only counted.
         optimizer: whose state is counted, if any.
 
     Attributes:
@@ -40,7 +40,7 @@ class OpenRuns:
         alone: True if no other run was there when the last one began, nor ever when a backward pass did.
     """
 
-    def __init__(self, model: nn.Module, budget: str | int | float | None, optimizer: str | None) -> None:
+    def __init__(self, model: nn.Module | None, budget: str | int | float | None, optimizer: str | None) -> None:
         self._model, self._whole, self._optimizer = model, budget, optimizer
         self._counted, self._weight = 1, 1.0
         """Runs of a step that plans are made for, and how many of the largest one they count as."""
@@ -166,6 +166,7 @@ class OpenRuns:
 
     def _common_bytes(self) -> int:
         """Bytes that all runs have in common."""
+        assert self._model is not None
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         held_bytes = own_bytes([*self._model.parameters(), *self._model.buffers()])
         gradient_bytes = sum(parameter.nbytes for parameter in trained)

@@ -50,6 +50,7 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.open_runs import OpenRuns
 from monetlite.runtime.pieces_planning import PiecesPlanning
 from monetlite.runtime.planned_pieces import StepOfPieces
 from monetlite.runtime.recorded_step import Given, RecordedStep
@@ -104,6 +105,7 @@ class PiecewiseTraining:
         self._breaks = Breaks(type(model).__name__, reason)
         self.sizes, self.again = VaryingSizes(), BreaksAgain()
         self._captured: list[CapturedStep] = []
+        self._runs = OpenRuns(None, None, None)  # of the first piece: an unused output keeps later ones open
         self._known = 0  # captured graphs when the last step ended
         self._planning = PiecesPlanning(type(model).__name__, budget, pricing, solving, wait, before_bytes)
         self._policy = RecordingPolicy()
@@ -130,10 +132,10 @@ class PiecewiseTraining:
             Those of `monetlite.optimize`.
         """
         self._go_on()
-        # The first piece: an output that the loss doesn't use keeps later ones open.
-        if any(step.open_runs() for step in self._captured[:1]):
-            self._breaks.warn_of_runs()
         input_bytes = own_bytes(tensors_among((args, kwargs)))
+        self._runs.begin(None, input_bytes)
+        if self._runs.most > 1:
+            self._breaks.warn_of_runs()
         self._step = StepOfPieces(self._planning.plans, input_bytes)
         if self._policy.step_begins(self._step.larger, input_bytes):
             self._begin_record(args, kwargs)
@@ -185,6 +187,8 @@ class PiecewiseTraining:
             piece = pieces[-1]
             piece.step, (piece.least,) = step, step.versions
             step.watch = weakly(self._watch, piece)
+            if not self._captured:
+                self._runs.keep(step)
             self._captured.append(step)
 
         try:
@@ -234,6 +238,8 @@ class PiecewiseTraining:
         self._policy.wanted = False
 
     def _watch(self, piece: CapturedPiece, ends: bool) -> None:
+        if not ends and piece.step is self._captured[0]:
+            self._runs.backward_begins()
         if self._record is not None:
             self._record.backward(piece, ends)
 

@@ -168,6 +168,30 @@ def test_runs_in_pieces_are_told_of_once(inputs):
     assert ["the budget is of one run" in str(item.message) for item in told].count(True) == 1
 
 
+def test_a_run_in_pieces_that_was_interrupted_is_no_second_one(inputs):
+    """Its output is held, as a traceback does in a notebook."""
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = network(1), network(1)
+
+        def forward(self, x):
+            found = self.first(x)
+            return self.second(found if found.mean() > 0 else -found)
+
+    trained, held = monetlite.within(Looks(), budget="100%", device="rtx-3090", time_limit=0.3), []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(4):
+            output = trained(inputs[0])
+            if number == 1:
+                held.append(output)
+            else:
+                output.sum().backward()
+    assert not any("the budget is of one run" in str(item.message) for item in told)
+
+
 @pytest.mark.thorough
 def test_an_output_that_is_kept_is_no_run(inputs):
     class Keeps(nn.Module):
