@@ -9,17 +9,6 @@ from monetlite.models import build_model, check_spelling
 from monetlite.models.library_models import split_adapters
 from monetlite.models.published import find_published, published_models
 
-SMALL = (
-    "gpt2-medium",
-    "bert-large",
-    "roberta-base",
-    "llama-3.2-1b",
-    "qwen3-0.6b",
-    "qwen2.5-0.5b",
-    "gemma-3-270m",
-    "phi-4",
-)
-
 
 def test_names_are_those_of_the_hub_or_their_last_part():
     assert find_published("Qwen/Qwen3-8B") is find_published("qwen3-8b") is published_models()["qwen3-8b"]
@@ -28,13 +17,12 @@ def test_names_are_those_of_the_hub_or_their_last_part():
     assert {model.config["model_type"] for model in published_models().values()} >= {"llama", "gemma2", "phi3"}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", published_models())
 def test_parameters_are_as_many_as_published(name):
-    transformers = pytest.importorskip("transformers")
-    assert transformers
-    model = build_model(f"hf:{name}", batch=1, sequence_length=8, meta=True).model
+    pytest.importorskip("transformers")
+    model = build_model(f"hf:{name}", batch=1, meta=True).model
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert millions == pytest.approx(published_models()[name].millions, rel=2e-3)
+    assert millions == pytest.approx(published_models()[name].millions, abs=0.051)  # rounded to a tenth
 
 
 def test_a_misspelt_one_is_refused_with_the_one_that_was_meant(monkeypatch):
