@@ -84,8 +84,8 @@ class PiecewiseTraining:
         sizes: of what the pieces take, as captures see them.
         left_out: functions that can't be planned whole, from the outermost on: those that they call are. None where
             whoever compiles doesn't take them back (`torch_dynamo.left_out`): then none are.
-        lost: True before the first step, and after a step in which nothing of the plan ran.
-        again: what captures compile in one step after another.
+        lost: True before the first step, and after a planned step in which no piece ran.
+        again: functions that are compiled up to a break in one step after another.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PiecewiseTraining:
         captured, self._known = len(self._captured) > self._known, len(self._captured)
         planned = self._step.plan is not None
         self.again.step_ends(in_vain=planned and not captured)
-        self.lost = planned and self._step.runs == 0
+        self.lost = planned and not self._step.ran
         self.sizes.first_step = False
         if planned and captured:
             self._breaks.warn_of_captures()

@@ -31,6 +31,11 @@ class PlannedPieces:
         runs = self.recorded.runs
         return next((at for at in range(first, len(runs)) if runs[at].captured is piece), None)
 
+    def next_like(self, first: int, piece: SizedPiece) -> int | None:
+        """The first run whose steps a piece can run as its own, from one on."""
+        runs = self.recorded.runs
+        return next((at for at in range(first, len(runs)) if piece.serves_as(runs[at].piece)), None)
+
     def begins(self, ran: Sequence[CapturedPiece]) -> bool:
         """True if the step begins with these pieces."""
         return [run.captured for run in self.recorded.runs[: len(ran)]] == ran
@@ -59,7 +64,8 @@ class StepOfPieces:
         plan: that it follows: the one of most runs, until the step runs other pieces. None if there is none.
         larger: its inputs are larger than those of the planned steps.
         outgrown: its inputs are, or those of one of its runs.
-        unplanned_runs: that the plan does not have.
+        ran: the pieces that ran so far, in order.
+        unplanned_runs: those of them that no plan was followed in.
     """
 
     def __init__(self, plans: Sequence[PlannedPieces] = (), input_bytes: int = 0) -> None:
@@ -68,39 +74,31 @@ class StepOfPieces:
         self.plan = max(plans, key=lambda plan: len(plan.recorded.runs), default=None)
         self.unplanned_runs = 0
         self._plans = plans
+        self.ran: list[CapturedPiece] = []
         self._next = 0  # number of the next planned run
-        self._ran: list[CapturedPiece] = []
-
-    @property
-    def runs(self) -> int:
-        """The number of runs so far, with planned ones that were left out."""
-        return self._next + self.unplanned_runs
 
     def version(self, piece: CapturedPiece, sizes: Limits) -> Version:
         """The programs that are planned for the next run, which is of a piece; else those that store least.
 
-        Planned runs are taken in order. Some may be left out, as where layers are dropped at random. Of a step with
-        larger inputs than the planned one's, none are taken: code between the pieces takes more, too.
+        Planned runs are taken in order. Some may be left out, as where layers are dropped at random. A piece that
+        the plan doesn't have may take the run of one with the same operators. Of a step with larger inputs than the
+        planned one's, none are taken: code between the pieces takes more, too.
         """
-        self._ran.append(piece)
+        self.ran.append(piece)
         if self.plan is None or self.larger:
             self.unplanned_runs += self.larger
             return piece.least
-        found = self.plan.next_run(self._next, piece)
-        if found is None and (other := next((plan for plan in self._plans if plan.begins(self._ran)), None)):
-            self.plan, found = other, len(self._ran) - 1
-        runs = self.plan.recorded.runs
-        to_come = range(self._next, len(runs))
-        if found is not None:
-            self._next = found + 1
-            if runs[found].piece.serves(sizes):
-                return self.plan.version(found, runs[found].piece)
+        at = self.plan.next_run(self._next, piece)
+        if at is None and (other := next((plan for plan in self._plans if plan.begins(self.ran)), None)):
+            self.plan, at = other, len(self.ran) - 1
+        if at is not None:
+            self._next = at + 1
+            planned = self.plan.recorded.runs[at].piece
+            if planned.serves(sizes):
+                return self.plan.version(at, planned)
             self.outgrown = True
-        else:
-            own = piece.serving(sizes)
-            found = next((at for at in to_come if own is not None and own.serves_as(runs[at].piece)), None)
-            if own is not None and found is not None:
-                self._next = found + 1
-                return self.plan.version(found, own)
+        elif (own := piece.serving(sizes)) and (at := self.plan.next_like(self._next, own)) is not None:
+            self._next = at + 1
+            return self.plan.version(at, own)
         self.unplanned_runs += 1
         return piece.least
