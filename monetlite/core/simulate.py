@@ -11,7 +11,7 @@ from functools import cached_property
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.schedule import Schedule
-from monetlite.core.steps import Step, border, check_legal, step_in_words
+from monetlite.core.steps import Step, border, check_legal, reruns, step_in_words
 from monetlite.core.units import format_bytes
 
 
@@ -81,18 +81,17 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
     steps = schedule.steps(graph) if isinstance(schedule, Schedule) else tuple(schedule)
     frees = check_legal(graph, steps)
     size = [value.size_bytes for value in graph.values]
-    live, ran = bytearray(len(size)), bytearray(len(graph.operators))
+    live = bytearray(len(size))
     held_bytes = graph.resident.total
     memory: list[int] = []
     workspaces: list[int] = []
     latencies: list[float] = []
     hosts: list[float] = []
-    for at, ((index, choice), dying) in enumerate(zip(steps, frees, strict=True)):
+    for at, ((index, choice), dying, again) in enumerate(zip(steps, frees, reruns(steps), strict=True)):
         implementation = graph.operators[index].implementations[choice]
         cost = profile.costs[index][choice]
-        latency_ms, workspace_bytes = cost.of_run(again=bool(ran[index]))
-        hosts.append(cost.host_of_run(again=bool(ran[index])))
-        ran[index] = True
+        latency_ms, workspace_bytes = cost.of_run(again=again)
+        hosts.append(cost.host_of_run(again=again))
         for value in implementation.writes:
             if not live[value]:
                 live[value] = True
