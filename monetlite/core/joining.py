@@ -178,6 +178,8 @@ def join(
 
 
 class _Joiner:
+    """The operators, costs and values of a joined step in the making."""
+
     def __init__(self, pieces: Sequence[Piece], outside: Sequence[OutsideCode], keeps_gradients: bool) -> None:
         self.pieces, self.outside, self.keeps_gradients = pieces, outside, keeps_gradients
         self.operators: list[Operator] = []
@@ -203,15 +205,16 @@ class _Joiner:
         """Values that go in the forward part of the code outside."""
         self.released: list[list[int]] = [[] for _ in outside]
         """Those of them that earlier code outside makes, by that."""
-        left = [of.kept_bytes - of.passed_bytes for of in outside]
+        kept_bytes = [of.kept_bytes - of.passed_bytes for of in outside]
         for number, of in enumerate(outside):
-            for earlier, size in _latest(left[:number], of.released_bytes):
-                left[earlier] -= size
+            for earlier, size in _latest(kept_bytes[:number], of.released_bytes):
+                kept_bytes[earlier] -= size
                 until = self._value(f"outside {earlier}: until outside {number}", size, ValueKind.ACTIVATION)
                 self.released[earlier].append(until)
                 self.let_go[number].append(until)
         self.kept = [
-            self._value(f"outside {number}: kept", size, ValueKind.ACTIVATION) for number, size in enumerate(left)
+            self._value(f"outside {number}: kept", size, ValueKind.ACTIVATION)
+            for number, size in enumerate(kept_bytes)
         ]
         self.handed = [
             [self._value(f"outside {number}: handed on", size, ValueKind.ACTIVATION) for size, _ in of.handed]
@@ -322,11 +325,11 @@ class _Joiner:
     def _behind(self, number: int, loss: Implementation) -> Implementation:
         """The backward part of the code behind a piece: it takes gradients of the pieces after it."""
         given_back = self._given_back(number + 1)
-        left_bytes = self._size(loss.writes)
+        room_bytes = self._size(loss.writes)
         overwrites = []
         for value in given_back:  # autograd hands them on, mostly
-            if self.values[value].size_bytes <= left_bytes:
-                left_bytes -= self.values[value].size_bytes
+            if self.values[value].size_bytes <= room_bytes:
+                room_bytes -= self.values[value].size_bytes
                 overwrites.append(value)
         of, kept = self.outside[number + 1], self.kept[number + 1]
         outputs = set(loss.reads) - self.gone[number]
