@@ -20,6 +20,7 @@ REORDERED_SUMS = 1e-5
 """Tolerance from which another order of sums is allowed: other layouts, and regions that Inductor compiles."""
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
+SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 OUTPUTS = (LOSS_ONLY, ALL_OUTPUTS, TRAINED_OUTPUTS)
 
 
@@ -27,14 +28,17 @@ def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> An
     return field(default=default, metadata={"help": explanation, "choices": tuple(choices)})
 
 
-def _refuse_unknown(option: str, value: object, known: Collection[str]) -> None:
-    if value is None or value in known:
-        return
-    name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
-    there = f"there are {', '.join(known)}{close_matches(name, known)}"
-    if isinstance(value, str):
-        raise ModelError(f"{option} {value!r} is unknown; {there}")
-    raise ModelError(f"{option} takes a name, not an object ({name}); {there}")
+def _refuse_unknown(options: "PricingOptions | SolvingOptions") -> None:
+    """Refuse values that are none of an option's choices; None is one where it is the default."""
+    for item in fields(options):
+        value, known = getattr(options, item.name), item.metadata["choices"]
+        if not known or value in known or (value is None and item.default is None):
+            continue
+        name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+        there = f"there are {', '.join(known)}{close_matches(name, known)}"
+        if isinstance(value, str):
+            raise ModelError(f"{item.name} {value!r} is unknown; {there}")
+        raise ModelError(f"{item.name} takes a name, not an object ({name}); {there}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class PricingOptions:
 
     def __post_init__(self) -> None:
         require_device(self.device)
-        _refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
+        _refuse_unknown(self)
         if self.step_in_backward and self.optimizer is None:
             raise ModelError(
                 "step_in_backward counts an optimizer's step: say which, such as optimizer='adamw' "
@@ -93,8 +97,6 @@ class PricingOptions:
                 "step_in_backward updates each parameter when its gradient arrives, so no gradients are left to "
                 "accumulate; leave one of the two out"
             )
-        _refuse_unknown("layout", self.layout, LAYOUTS)
-        _refuse_unknown("outputs", self.outputs, OUTPUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class SolvingOptions:
     """Options of solving for a schedule.
 
     Raises:
-        ModelError: a value that is no number, or out of range.
+        ModelError: an unknown solver, or a value that is no number, or out of range.
     """
 
     tolerance: float = _option(
@@ -126,19 +128,17 @@ class SolvingOptions:
         1e-3,
         "Part of its time by which a schedule may be slower than the fastest. Once that is proven, solving ends.",
     )
-    solver: str = _option("SCIP", "Solver of the boolean program.", ("SCIP", "HIGHS", "GUROBI"))
+    solver: str = _option("SCIP", "Solver of the boolean program.", SOLVERS)
     seed: int = _option(0, "Seed of the search.")
 
     def __post_init__(self) -> None:
+        if isinstance(self.solver, str):
+            object.__setattr__(self, "solver", self.solver.upper())
+        _refuse_unknown(self)
         if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < 1):
             raise ModelError(
                 f"tolerance {self.tolerance!r} is not a fraction; 0 asks for the same bits, "
                 "1e-5 allows sums in another order"
-            )
-        if self.implementations not in (ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS):
-            raise ModelError(
-                f"implementations {self.implementations!r} is neither {ALL_IMPLEMENTATIONS!r} "
-                f"nor {DEFAULT_IMPLEMENTATIONS!r}"
             )
         if not (isinstance(self.time_limit, Real) and 0 < self.time_limit < math.inf):
             raise ModelError(f"time_limit {self.time_limit!r} is not a number of seconds above 0")

@@ -71,7 +71,7 @@ def solve_profile(
         progress: told whenever the incumbent or the bound improves.
 
     Raises:
-        SolverError: the solver is unknown or not installed.
+        SolverError: the solver is not installed.
         DeviceError: `options.reserved`, and costs that are a CPU's.
     """
     if options.reserved:

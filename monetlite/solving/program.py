@@ -47,7 +47,6 @@ from monetlite.solving.clock import now, on_the_wall
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Option, Problem
 
-SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _TOLERANCE = 3e-6
 """Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
 
@@ -77,18 +76,14 @@ def full_template(problem: Problem, passes: int = 1) -> list[Slot]:
     return slots
 
 
-def check_solver(solver: str) -> str:
-    """The solver's name as cvxpy knows it.
+def check_solver(solver: str) -> None:
+    """Refuse a solver that is not installed.
 
     Raises:
-        SolverError: it is unknown, or not installed.
+        SolverError: says what to do.
     """
-    name = solver.upper()
-    if name not in SOLVERS:
-        raise SolverError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    if name == "GUROBI" and importlib.util.find_spec("gurobipy") is None:
+    if solver == "GUROBI" and importlib.util.find_spec("gurobipy") is None:
         raise SolverError("the GUROBI solver is not installed; pip install gurobipy, or choose SCIP or HIGHS")
-    return name
 
 
 class _TemplateProgram:
@@ -247,16 +242,16 @@ def solve_program(
         seconds: the solver's time limit.
         passes: number of times that each stage offers its candidates.
         cutoff_ms: only schedules at least as fast are of interest.
-        solver: SCIP, HIGHS or GUROBI.
+        solver: SCIP, HIGHS or GUROBI, as cvxpy knows them.
 
     Returns:
         The best schedule of the template, checked by `simulate`, and a bound on every legal schedule. The status is
         about the template: optimal or infeasible among its schedules at least as fast as the cutoff.
 
     Raises:
-        SolverError: the solver is unknown, not installed, or failed.
+        SolverError: the solver is not installed, or failed.
     """
-    name = check_solver(solver)
+    check_solver(solver)
     if not problem.runnable:
         return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
     deadline = now() + seconds
@@ -267,7 +262,7 @@ def solve_program(
     for margin in (0.0, _TOLERANCE):
         program = _TemplateProgram(problem, budget_bytes - math.ceil(margin * room), slots)
         status, values, dual_ms = solve_rows(
-            program.rows, program.boolean, program.upper, name, deadline, cutoff_ms=cutoff_ms
+            program.rows, program.boolean, program.upper, solver, deadline, cutoff_ms=cutoff_ms
         )
         if margin == 0:
             inside_ms = rounded_down(min(dual_ms, cutoff_ms), program.rows.unit_ms(cutoff_ms))

@@ -54,7 +54,7 @@ def solve_reserved(
 
     Raises:
         DeviceError: the costs are a CPU's.
-        SolverError: the solver is unknown or not installed.
+        SolverError: the solver is not installed.
     """
     refuse_without_gpu(profile)
     return _ReservedSolve(profile, budget_bytes, options, starts, progress).run()

@@ -330,7 +330,7 @@ class _PeakSolve:
 
     def _solve_program(self, *, seconds: float) -> None:
         """Improve on the incumbent by the boolean program; what is known stays where its solver fails."""
-        incumbent, solver = self.incumbent, self.options.solver.upper()
+        incumbent, solver = self.incumbent, self.options.solver
         try:
             exact = solve_program(
                 self.problem,

@@ -157,7 +157,10 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
         ({"gap": "1%"}, r"gap '1%' is not a fraction"),
         ({"seed": "x"}, r"seed 'x' is not an integer"),
         ({"seed": -1}, r"seed -1 is not an integer of at least 0"),
-        ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),
+        ({"implementations": "some"}, "implementations 'some' is unknown; there are all, default"),
+        ({"outputs": None}, "outputs takes a name"),
+        ({"solver": "cplex"}, "solver 'CPLEX' is unknown; there are SCIP, HIGHS, GUROBI"),
+        ({"solver": 3}, r"solver takes a name, not an object \(int\)"),
         ({"time_limit": 0}, "time_limit 0 is not a number of seconds above 0"),
     ],
 )
@@ -168,6 +171,10 @@ def test_options_out_of_range_are_refused_everywhere(options, says):
         monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **options)
     with pytest.raises(ModelError, match=says):
         compile_options({"budget": "1GB", **options})
+
+
+def test_a_solver_may_be_in_lower_case():
+    assert SolvingOptions(solver="highs") == SolvingOptions(solver="HIGHS")
 
 
 def test_numbers_of_numpy_become_python_s():

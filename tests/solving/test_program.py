@@ -91,10 +91,7 @@ def test_a_solver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         solve_program(Problem.of(random_profile(random.Random(1))), 10**6, seconds=1)
 
 
-def test_unknown_and_missing_solvers() -> None:
-    profile = random_profile(random.Random(0))
-    with pytest.raises(SolverError, match="choose one of SCIP, HIGHS, GUROBI"):
-        solve_program(Problem.of(profile), 10**6, seconds=1, solver="abacus")
-    if importlib.util.find_spec("gurobipy") is None:
-        with pytest.raises(SolverError, match="gurobipy"):
-            solve_program(Problem.of(profile), 10**6, seconds=1, solver="gurobi")
+@pytest.mark.skipif(importlib.util.find_spec("gurobipy") is not None, reason="Gurobi is installed")
+def test_a_solver_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(SolverError, match="gurobipy"):
+        solve_program(Problem.of(random_profile(random.Random(0))), 10**6, seconds=1, solver="GUROBI")
