@@ -69,8 +69,8 @@ def optimize(
             by itself, where that is faster or takes less memory. Results are within 1e-5, so `tolerance` is at
             least that.
         outputs: what a model that computes its loss returns in training: `"loss"` for the loss and outputs of up to
-            two dimensions, or `"all"`, such as the logits of every token, which then stay in memory until the step
-            ends.
+            two dimensions; `"all"`, such as the logits of every token, which then stay in memory until the step
+            ends; or `"trained"`, of which others than the loss are trained on, too.
         implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
             traced (as Checkmate does, Jain et al., MLSys 2020).
         reserved: the budget is of the memory that torch's CUDA allocator reserves, which `nvidia-smi` shows, in a

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import click
 import numpy as np
@@ -22,6 +23,7 @@ from monetlite.runtime.torch_compile import compile_options
 PRICING = {item.name: item.default for item in fields(PricingOptions)}
 SOLVING = {item.name: item.default for item in fields(SolvingOptions)}
 CONTEXT = click.Context(main)
+ROOT = Path(__file__).parents[2]
 
 
 def keywords(function, *, without=()):
@@ -40,6 +42,18 @@ def test_functions_take_every_option_with_its_default():
     graph_options = {name: PRICING[name] for name in ("optimizer", "accumulate", "step_in_backward")}
     assert keywords(monetlite.profile, without=("progress", "tolerance")) == graph_options
     assert inspect.signature(monetlite.profile).parameters["device"].default is PRICING["device"]
+
+
+def test_every_option_and_choice_is_explained():
+    training = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    for item in (*fields(PricingOptions), *fields(SolvingOptions)):
+        assert f"`{item.name}`" in training, f"docs/training.md names no option {item.name}"
+        assert f"        {item.name}: " in monetlite.optimize.__doc__
+        choices = () if item.name == "optimizer" else item.metadata["choices"]
+        unsaid = [name for name in choices if f'"{name}"' not in monetlite.optimize.__doc__]
+        assert not unsaid, f"the docstring of monetlite.optimize says nothing of {item.name}: {unsaid}"
+    for name in SOLVING:
+        assert f"`{name}`" in monetlite.solve.__doc__, f"the docstring of monetlite.solve names no option {name}"
 
 
 def default_of(option):
