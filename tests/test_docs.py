@@ -85,7 +85,7 @@ def test_the_cards_of_the_page_are_those_that_are_known():
     for least, most, names in re.findall(r"^\| (\d+)(?: to (\d+)| and more)? \| (`[^|]*) \|$", page, re.MULTILINE):
         for name in re.findall(r"`([^`]+)`", names):
             listed[name] = (int(least), int(most or least))
-    assert listed.keys() == known_devices().keys()
+    assert listed.keys() == known_devices().keys(), "docs/fit.md has a table of the cards"
     for name, (least, most) in listed.items():
         gib = known_devices()[name].memory_bytes / 2**30
         assert least <= gib <= most or (least == 80 and gib > 80), name

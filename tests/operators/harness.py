@@ -2,7 +2,7 @@
 
 A module is captured as it is for training, its forward and backward operators are run one after the other by
 their default calls, and at each operator every alternative is run too, on copies of what the default run read.
-A family that offers something new is tested by every module here that has its kernel.
+What a family offers is tested by every test whose module has its kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator

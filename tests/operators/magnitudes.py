@@ -16,6 +16,7 @@ from monetlite.operators import resolve
 def magnitudes(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
     """The sums for each result of a call that somebody reads, as float64 and in the result's shape."""
     family = call.target.split(".")[1]
+    assert family in _BY_KERNEL, f"say in _BY_KERNEL what a tolerance of {family} is a share of"
     made = _BY_KERNEL[family](*arguments, **keywords)
     return [item for item, name in zip(made, call.outputs, strict=True) if name is not None]
 

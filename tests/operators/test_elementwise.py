@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from monetlite.core.graph import ValueKind
 from monetlite.fx.call_encoding import spec_of
-from monetlite.operators import alternatives
+from monetlite.operators import alternatives, resolve
 from monetlite.operators.traits import TRAITS
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -48,7 +48,11 @@ def arrange(target, operands):
     if target == "aten.elu_backward.default":
         gradient, source = operands
         return (gradient, 1.0, 1.0, 1.0, False, source)
-    return (*operands, *TAIL.get(target, ()))
+    arguments = (*operands, *TAIL.get(target, ()))
+    rest = resolve(target)._schema.arguments[len(arguments) :]
+    missing = [item.name for item in rest if not item.kwarg_only and not item.has_default_value()]
+    assert not missing, f"say in TAIL what {', '.join(missing)} of {target} are"
+    return arguments
 
 
 def inplace_targets():
