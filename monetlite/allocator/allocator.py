@@ -26,7 +26,7 @@ SMALL_PAGE, PAGE_BYTES = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB
 """From this size a request gets a segment of its own size, rounded up to 2 MiB."""
 _ADDRESSES = 2**60
-"""Addresses of an expandable segment: more than any step needs, as on a GPU."""
+"""Addresses of a segment: more than any step needs, as on a GPU. So no two segments touch."""
 
 
 class _State(Enum):
@@ -37,9 +37,10 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _SegmentBlock:
+    """A part of a segment."""
+
     address: int
     size: int
-    segment: int
     state: _State
 
     @property
@@ -54,13 +55,16 @@ class _Pool:
         self.expandable = expandable
         self.page = page
         self.blocks: dict[int, _SegmentBlock] = {}
+        """By their addresses."""
         self._ending: dict[int, _SegmentBlock] = {}
+        """By the addresses behind them."""
         self._free: list[tuple[int, int]] = []
         """(size, address) of the free blocks, in order."""
         self._unmapped: list[int] = []
-        self._segments = itertools.count()
+        """Addresses of the unmapped blocks, in order."""
+        self._segments = itertools.count(step=_ADDRESSES)
         if expandable:
-            self._insert(_SegmentBlock(0, _ADDRESSES, next(self._segments), _State.UNMAPPED))
+            self._insert(_SegmentBlock(next(self._segments), _ADDRESSES, _State.UNMAPPED))
 
     def find(self, size: int) -> _SegmentBlock | None:
         """The free block that a request gets."""
@@ -82,7 +86,7 @@ class _Pool:
         self._remove(block)
         rest = block.size - size
         if rest >= SMALLEST if self.expandable or self.page == SMALL_PAGE else rest > SMALL:
-            self._insert(_SegmentBlock(block.address + size, rest, block.segment, _State.FREE))
+            self._insert(_SegmentBlock(block.address + size, rest, _State.FREE))
             block.size = size
         block.state = _State.USED
         self._insert(block)
@@ -98,8 +102,7 @@ class _Pool:
         """A free block for a request that finds none, and the bytes that the GPU was asked for."""
         if not self.expandable:
             room = _segment_bytes(size)
-            segment = next(self._segments)
-            block = _SegmentBlock((segment + 1) * _ADDRESSES, room, segment, _State.FREE)
+            block = _SegmentBlock(next(self._segments), room, _State.FREE)
             self._insert(block)
             return block, room
         block, asked = self._lowest(size), 0
@@ -109,9 +112,9 @@ class _Pool:
             mapped = _rounded(min(missing, unmapped.size), self.page)
             self._remove(unmapped)
             if mapped < unmapped.size:
-                rest = _SegmentBlock(unmapped.address + mapped, unmapped.size - mapped, 0, _State.UNMAPPED)
+                rest = _SegmentBlock(unmapped.address + mapped, unmapped.size - mapped, _State.UNMAPPED)
                 self._insert(rest)
-            block = self._insert_merged(_SegmentBlock(unmapped.address, mapped, 0, _State.FREE))
+            block = self._insert_merged(_SegmentBlock(unmapped.address, mapped, _State.FREE))
             asked += mapped
         return block, asked
 
@@ -137,7 +140,7 @@ class _Pool:
         for size, address in list(self._free):
             block = self.blocks[address]
             if not self.expandable:
-                if address % _ADDRESSES == 0 and self.blocks.get(block.end) is None:
+                if address % _ADDRESSES == 0 and block.end not in self.blocks:  # all of its segment
                     self._remove(block)
                     returned += size
                 continue
@@ -146,23 +149,23 @@ class _Pool:
                 continue
             self._remove(block)
             if first > address:
-                self._insert(_SegmentBlock(address, first - address, 0, _State.FREE))
+                self._insert(_SegmentBlock(address, first - address, _State.FREE))
             if last < block.end:
-                self._insert(_SegmentBlock(last, block.end - last, 0, _State.FREE))
-            self._insert_merged(_SegmentBlock(first, last - first, 0, _State.UNMAPPED))
+                self._insert(_SegmentBlock(last, block.end - last, _State.FREE))
+            self._insert_merged(_SegmentBlock(first, last - first, _State.UNMAPPED))
             returned += last - first
         return returned
 
     def _insert_merged(self, block: _SegmentBlock) -> _SegmentBlock:
-        """Insert a block, joined by neighbours in its state and segment."""
+        """Insert a block, joined by neighbours in its state."""
         before = self._ending.get(block.address)
-        if before is not None and (before.state, before.segment) == (block.state, block.segment):
+        if before is not None and before.state is block.state:
             self._remove(before)
-            block = _SegmentBlock(before.address, before.size + block.size, block.segment, block.state)
+            block = _SegmentBlock(before.address, before.size + block.size, block.state)
         after = self.blocks.get(block.end)
-        if after is not None and (after.state, after.segment) == (block.state, block.segment):
+        if after is not None and after.state is block.state:
             self._remove(after)
-            block = _SegmentBlock(block.address, block.size + after.size, block.segment, block.state)
+            block = _SegmentBlock(block.address, block.size + after.size, block.state)
         self._insert(block)
         return block
 
