@@ -100,7 +100,7 @@ class PiecewiseTraining:
     ) -> None:
         self.lost = True
         self.left_out: set[CodeType] | None = None
-        self._held_elsewhere = weakref.ref(model)
+        self._weak_model = weakref.ref(model)
         self._pricing = pricing
         self._breaks = Breaks(type(model).__name__, reason)
         self.sizes, self.again = VaryingSizes(), BreaksAgain()
@@ -115,7 +115,7 @@ class PiecewiseTraining:
 
     @property
     def _model(self) -> nn.Module:
-        model = self._held_elsewhere()  # torch.compile keeps backends for good, and they keep this object
+        model = self._weak_model()  # torch.compile keeps backends for good, and they keep this object
         assert model is not None
         return model
 

@@ -103,7 +103,9 @@ class PiecesPlanning:
             self._search = None
 
     def plan_for(self, recorded: RecordedStep, headroom: float) -> bool:
-        """Plan for a recorded step: with room where inputs grow, for the sizes of the planned one, too, or its own.
+        """Plan for a recorded step at the largest of these sizes that a plan is found for.
+
+        Those of larger inputs, where inputs grow; its own and those of the plan for the same kind of step; its own.
 
         Args:
             recorded: the step.
