@@ -258,13 +258,29 @@ class PlanningBesideTraining:
     ) -> Schedule:
         """A schedule, from profiles of whole steps."""
         budget = self._budget_of(profiles[0])
-        return solve_layouts(profiles, budget, solving, layout=self._pricing.layout, starts=starts)
+        try:
+            return solve_layouts(profiles, budget, solving, layout=self._pricing.layout, starts=starts)
+        except InfeasibleBudget as error:
+            if unmeasured := sum(item.unmeasured for item in self._measurements):
+                raise _without_workspace(error, unmeasured) from None
+            raise
 
     def _budget_of(self, profile: Profile) -> str | int | float:
         if not self._less_bytes:
             return self._budget
         plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         return parse_budget(self._budget, plain_peak_bytes) - self._less_bytes
+
+
+def _without_workspace(error: InfeasibleBudget, unmeasured: int) -> InfeasibleBudget:
+    """The error of a budget in which so many operators could not be measured, which says what its figures lack."""
+    return InfeasibleBudget(
+        f"{error}\n{unmeasured} operators alone need more than this budget and are not measured: their workspace "
+        "comes on top of these figures.",
+        budget_bytes=error.budget_bytes,
+        proven_bytes=error.proven_bytes,
+        reached_bytes=error.reached_bytes,
+    )
 
 
 def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...]:

@@ -93,6 +93,7 @@ class Measurement:
         total: number of distinct calls to measure.
         done: number of those that are measured.
         too_large: number of those that take more than the room.
+        unmeasured: number of the latter that were not measured before, either. Their workspace counts as none.
 
     Raises:
         DeviceError: this machine has no such device.
@@ -119,7 +120,9 @@ class Measurement:
         self._rechecked = self._unknown = self._busy = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
-        self.too_large = sum(item.alone_bytes > room_bytes for item in every.values())
+        large = [signature for signature, item in every.items() if item.alone_bytes > room_bytes]
+        self.too_large = len(large)
+        self.unmeasured = sum(self._cache.get(signature) is None for signature in large)
 
     def _fitting(self, candidates: dict[str, MeasuredCall]) -> dict[str, MeasuredCall]:
         """Those that don't take more than the room, and that this process can run alone."""

@@ -288,6 +288,18 @@ def test_measuring_beside_training_has_the_room_that_the_budget_leaves(optimizer
     assert rooms == [50_000_000 - own_bytes([*model.parameters(), *model.buffers(), image]) - states]
 
 
+def test_a_budget_that_leaves_operators_unmeasured_is_refused_with_what_comes_on_top():
+    """The second refusal has all costs: a transposed convolution takes workspace on a CPU."""
+    layers = nn.Sequential(nn.Conv2d(3, 24, 3), nn.Tanh(), nn.ConvTranspose2d(24, 7, 3), nn.Tanh())
+    image = torch.randn(4, 3, 29, 29)
+    with pytest.raises(InfeasibleBudget, match="are not measured: their workspace comes on top") as refused:
+        monetlite.MONeTWrapper(layers, budget="1%")(image)
+    with pytest.raises(InfeasibleBudget) as again:
+        monetlite.MONeTWrapper(layers, budget=refused.value.reached_bytes)(image)
+    assert again.value.reached_bytes > refused.value.reached_bytes
+    assert "are not measured" not in str(again.value)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="there, a process doesn't say whose it is")
 def test_the_solver_ends_with_training_and_leaves_nothing(tmp_path):
     """Also where training ends without a word, as by `os._exit` or SIGKILL; and a fork of it ends nothing."""
