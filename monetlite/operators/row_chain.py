@@ -181,57 +181,34 @@ def _launches_for(steps: Sequence[Any], given: Sequence[Tensor | None], results:
     return launches
 
 
-@dataclass(frozen=True)
-class _ChainWork:
-    """The work of a call on a device that nobody has measured.
+def _tile_rows(rows: Sequence[Any], tiles: int) -> int:
+    """Rows of a tile, by the specifications of the rows that are given."""
+    count: int = math.prod(next(row for row in rows if row is not None).spec.shape[:-1])
+    return -(-count // tiles)
 
-    Attributes:
-        count: number of rows; tiles: number of tiles.
-        steps: that run, each with the slots that die at it.
-        results: slots whose rows are results as they are made. Those of several tiles are copied.
-    """
 
-    count: int
-    tiles: int
-    steps: list[tuple[ChainStep, list[int]]]
-    results: set[int]
-
-    @classmethod
-    def of(cls, call: Call) -> "_ChainWork":
-        arguments: Any = call.args
-        rows, _, steps, results, _, tiles, over = arguments
-        first = next(row for row in rows if row is not None)
-        return cls(
-            count=math.prod(first.spec.shape[:-1]),
-            tiles=tiles,
-            steps=_needed(steps, rows, results),
-            results={item[0] for at, item in enumerate(results) if tiles == 1 and (over is None or at != over[0])},
-        )
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that the steps hold for one row, at most, beside the results."""
-        sizes: dict[int, int] = {}
-        made: dict[int, tuple[int, str]] = {}
-        live = most = 0
-        for step, dying in self.steps:
-            over = _over(step, dying, made)
-            if not step.sums:
-                sizes[step.slot] = step.width * item_bytes(step.dtype)
-                made[step.slot] = (step.width, step.dtype)
-                taken = None if over is None else step.args[over][1]
-                live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
-                most = max(most, live)
-                dying = [slot for slot in dying if slot != taken]
-            live -= sum(sizes.get(slot, 0) for slot in dying)
-        return most - sum(sizes.get(slot, 0) for slot in self.results)
+def _row_bytes(steps: Sequence[tuple[ChainStep, list[int]]], returned: Collection[int]) -> int:
+    """Bytes that steps hold for one row, at most, beside the slots that are returned as they are made."""
+    sizes: dict[int, int] = {}
+    made: dict[int, tuple[int, str]] = {}
+    live = most = 0
+    for step, dying in steps:
+        over = _over(step, dying, made)
+        if not step.sums:
+            sizes[step.slot] = step.width * item_bytes(step.dtype)
+            made[step.slot] = (step.width, step.dtype)
+            taken = None if over is None else step.args[over][1]
+            live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
+            most = max(most, live)
+            dying = [slot for slot in dying if slot != taken]
+        live -= sum(sizes.get(slot, 0) for slot in dying)
+    return most - sum(sizes.get(slot, 0) for slot in returned)
 
 
 def _kernels(call: Call) -> Iterator[KernelRuns]:
     """The kernels of a chain: those of its steps, sums over tiles, and copies of a tile's results."""
-    work = _ChainWork.of(call)
-    rows, wholes, _, results, *_ = cast(Any, call.args)
-    count = -(-work.count // work.tiles)
+    rows, wholes, steps, results, _, tiles, _ = cast(Any, call.args)
+    count = _tile_rows(rows, tiles)
     slots = {at: made_up(row.spec.dtype, count, row.spec.shape[-1]) for at, row in enumerate(rows) if row}
 
     def operand(item: Any) -> Any:
@@ -242,29 +219,31 @@ def _kernels(call: Call) -> Iterator[KernelRuns]:
             return wholes[item[1]]
         return slots[item[1]] if _is_operand(item, ROW) else item
 
-    for step, _ in work.steps:
+    for step, _ in _needed(steps, rows, results):
         args = [operand(item) for item in step.args]
         if step.target == OUTER:
             left, right = args
-            yield from summed_product(turned(left), right, work.tiles)
+            yield from summed_product(turned(left), right, tiles)
         elif step.target == SUM:
             made = made_up(step.dtype, 1, step.width)
-            yield runs(work.tiles, "aten.sum.dim_IntList", *args, made=made)
+            yield runs(tiles, "aten.sum.dim_IntList", *args, made=made)
         else:
             made = slots[step.slot] = made_up(step.dtype, count, step.width)
-            yield runs(work.tiles, step.target, *args, made=made)
-    for slot, _, shape in results if work.tiles > 1 else ():
+            yield runs(tiles, step.target, *args, made=made)
+    for slot, _, shape in results if tiles > 1 else ():
         if slot is not None and shape is None:
-            yield runs(work.tiles, "aten.clone.default", slots[slot], made=slots[slot])
+            yield runs(tiles, "aten.clone.default", slots[slot], made=slots[slot])
 
 
 def _tile_bytes(call: Call) -> int:
     """Bytes that the steps of a tile hold at a time, and sums of 16-bit products in float32."""
-    work = _ChainWork.of(call)
-    arguments: Any = call.args
-    narrow = {step.slot for step, _ in work.steps if step.sums and item_bytes(step.dtype) < 4}
-    shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
-    return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
+    rows, _, steps, results, _, tiles, over = cast(Any, call.args)
+    needed = _needed(steps, rows, results)
+    # Those of several tiles are copied.
+    returned = {item[0] for at, item in enumerate(results) if tiles == 1 and (over is None or at != over[0])}
+    narrow = {step.slot for step, _ in needed if step.sums and item_bytes(step.dtype) < 4}
+    sums: int = sum(math.prod(shape) for slot, _, shape in results if slot in narrow and tiles > 1)
+    return _row_bytes(needed, returned) * _tile_rows(rows, tiles) + 4 * sums
 
 
 @function("row_chain", workspace_bytes=_tile_bytes, kernels=_kernels)
