@@ -31,7 +31,7 @@ from monetlite.operators.implementations import (
     slices,
 )
 from monetlite.operators.strides import item_bytes
-from monetlite.operators.tile_costs import made_up, runs, summed_product, turned
+from monetlite.operators.tile_parts import added_product, first_part, made_up, runs, summed_product, turned
 from monetlite.operators.traits import traits_of
 
 TILES, PRODUCT_TILES = (2, 4, 8), (4,)
@@ -324,20 +324,14 @@ def row_chain(
 
 
 def _add(sums: dict[int, Tensor], step: ChainStep, operands: Sequence[Tensor], tiles: int) -> None:
-    """Add a tile's part of a sum over all rows: in float32, if there are several tiles."""
+    """Add a tile's part of a sum over all rows."""
     total = sums.get(step.slot)
     if step.target == OUTER:
         left, right = operands
-        if total is not None and total.dtype == left.dtype:
-            total.addmm_(left.t(), right)
-            return
-        part = left.t() @ right
+        sums[step.slot] = added_product(total, left.t(), right, tiles)
     else:
         part = operands[0].sum(0)
-    if total is not None:
-        total.add_(part)
-    else:
-        sums[step.slot] = part if tiles == 1 else part.to(torch.promote_types(part.dtype, torch.float32))
+        sums[step.slot] = first_part(part, tiles) if total is None else total.add_(part)
 
 
 @alternatives_for("monetlite.row_chain")

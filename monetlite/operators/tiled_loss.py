@@ -31,7 +31,7 @@ from monetlite.operators.implementations import (
     tensor_at,
 )
 from monetlite.operators.strides import item_bytes
-from monetlite.operators.tile_costs import made_up, runs, summed_product, turned
+from monetlite.operators.tile_parts import added_product, made_up, runs, summed_product, turned
 
 NONE, MEAN, SUM = 0, 1, 2
 """Reductions of a loss, by torch's numbers."""
@@ -255,7 +255,7 @@ class _ProductInTiles:
         if self.order is not None:
             rows = self.rows[some]
             left, right = (slope.t(), rows) if self.order == BY_CLASS else (rows.t(), slope)
-            self.of_matrix = _added(self.of_matrix, left, right, self.tiles)
+            self.of_matrix = added_product(self.of_matrix, left, right, self.tiles)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of rows and matrix, once all tiles are taken."""
@@ -309,14 +309,6 @@ def _apply(name: str, value: Any, logits: Tensor) -> tuple[Tensor, Callable[[Ten
         return logits, lambda slope: torch.ops.aten.tanh_backward.grad_input(slope, made, grad_input=slope)
     before = logits.dtype
     return logits.to(getattr(torch, value)), lambda slope: slope.to(before)
-
-
-def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Tensor:
-    """A product added to those of other tiles: in float32, if there are several."""
-    if total is None:
-        product = left @ right
-        return product if tiles == 1 else product.to(torch.promote_types(product.dtype, torch.float32))
-    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
 
 
 def _multiply_scaled(made: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:

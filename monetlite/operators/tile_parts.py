@@ -1,9 +1,12 @@
-"""Kernels that functions in tiles run, made up to estimate what they take."""
+"""Parts of functions that run in tiles: sums over tiles, and kernels that are made up for estimates."""
 
 import math
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from monetlite.core.graph import Call, TensorRef, TensorSpec
 from monetlite.operators.implementations import KernelRuns, elements
@@ -30,8 +33,20 @@ def runs(times: int, target: str, *args: Any, made: TensorRef) -> KernelRuns:
     return KernelRuns(call=call, written_bytes=elements(made) * item_bytes(made.spec.dtype), times=times)
 
 
+def first_part(part: Tensor, tiles: int) -> Tensor:
+    """The first part of a sum over tiles: in float32, if there are several."""
+    return part if tiles == 1 else part.to(torch.promote_types(part.dtype, torch.float32))
+
+
+def added_product(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Tensor:
+    """A sum of products over tiles, with that of another tile."""
+    if total is None:
+        return first_part(left @ right, tiles)
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
+
+
 def summed_product(left: TensorRef, right: TensorRef, tiles: int) -> Iterator[KernelRuns]:
-    """Products of two tiles, which are added over all of them: in float32, if there are several."""
+    """The kernels of `added_product` over all tiles."""
     dtype = left.spec.dtype
     shape = left.spec.shape[0], right.spec.shape[1]
     part, total = made_up(dtype, *shape), made_up("float32", *shape)
