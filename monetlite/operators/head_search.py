@@ -138,8 +138,7 @@ def _find(gradient: LossGradient, order: NodeOrder) -> HeadAndLoss | None:
     losses = [item for item in loss.users if item.args[1] == 0]
     readers = [user for item in (*losses, *sums) for user in item.users]
     before = min((*gradient.kernels, *readers), key=order.position.__getitem__)
-    dependents = set[fx.Node]().union(*(_dependents(product.node) for product in products))
-    linear = linear_in(gradient, before, dependents, order)
+    linear = linear_in(gradient, before, [product.node for product in products], order)
     if linear is None:
         return None
     incoming, between, moved = linear
@@ -194,16 +193,6 @@ def _is_product(node: Any) -> bool:
     """True for a product of rows and a matrix, with a bias of a number for each class or without."""
     bias = _PRODUCTS[str(node.target)][2]
     return not node.kwargs and (bias is None or node.args[bias].meta["val"].dim() == 1)
-
-
-def _dependents(node: fx.Node) -> set[fx.Node]:
-    """A node and all that is made of it."""
-    found, waiting = {node}, [node]
-    while waiting:
-        new = [user for user in waiting.pop().users if user not in found]
-        found.update(new)
-        waiting += new
-    return found
 
 
 def _sums_classes(node: Any) -> bool:

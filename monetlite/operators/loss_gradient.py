@@ -4,6 +4,7 @@ What is done with the loss, up to a single number, must be linear in it and know
 the number of items, the weights and the mean of losses that were not reduced, the two parts of a smoothed loss.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +57,15 @@ class NodeOrder:
         self.position = {node: number for number, node in enumerate(graph.nodes)}
         self.backward = storages.after_gradients(graph)
 
-    def to_move(self, node: fx.Node, before: fx.Node, logits: set[fx.Node]) -> set[fx.Node] | None:
+    def to_move(self, node: fx.Node, before: fx.Node, late: set[fx.Node]) -> set[fx.Node] | None:
         """Nodes that have to move for a node to stand before another one, with it.
 
-        None if something of it depends on gradients or logits, or draws random numbers.
+        None if something of it is late (depends on gradients or logits), or draws random numbers.
         """
-        moved: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node in self.backward or node in logits:
-                return None
-            if self.position[node] < self.position[before] or node in moved:
-                continue
-            if node.op != "call_function" or is_random(node):
-                return None
-            moved.add(node)
-            waiting += node.all_input_nodes
+        moved = storages.ancestors([node], lambda item: self.position[item] < self.position[before])
+        read = {node}.union(*(item.all_input_nodes for item in moved))
+        if read & late or any(item.op != "call_function" or is_random(item) for item in moved):
+            return None
         return moved
 
 
@@ -105,20 +98,21 @@ def find_loss_gradient(node: Any) -> LossGradient | None:
 
 
 def linear_in(
-    gradient: LossGradient, before: fx.Node, logits: set[fx.Node], order: NodeOrder
+    gradient: LossGradient, before: fx.Node, logits: Iterable[fx.Node], order: NodeOrder
 ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
     """The number whose gradient comes in, the nodes from it to the gradients of the loss, and what moves for them.
 
     The number that is nearest to the outputs: scaled by one afterwards, gradients are not rounded once more. None
     if there is no such number, or something on the way isn't linear or isn't known in the forward pass.
     """
+    late = storages.after_gradients(gradient.last.graph, logits)
     chains: list[list[fx.Node]] = []
     moves: dict[fx.Node, set[fx.Node]] = {}
     for end in (gradient.slope, gradient.spread):
         if end is None:
             continue
         chain = [end]
-        while (found := _operand(chain[-1], before, logits, order)) is not None:
+        while (found := _operand(chain[-1], before, late, order)) is not None:
             moves[chain[-1]] = found[1]
             chain.append(found[0])
         chains.append(chain)
@@ -133,7 +127,7 @@ def linear_in(
 
 
 def _operand(
-    node: Any, before: fx.Node, logits: set[fx.Node], order: NodeOrder
+    node: Any, before: fx.Node, late: set[fx.Node], order: NodeOrder
 ) -> tuple[fx.Node, set[fx.Node]] | None:
     """The operand that a node is linear in, and what moves if it is computed before a node; None if it isn't."""
     name = str(node.target)
@@ -147,7 +141,7 @@ def _operand(
     moves: set[fx.Node] = set()
     for item in node.all_input_nodes:
         if item is not given[0]:
-            found = order.to_move(item, before, logits)
+            found = order.to_move(item, before, late)
             if found is None:
                 return None
             moves |= found
