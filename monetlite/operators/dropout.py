@@ -65,7 +65,7 @@ def scale_of(node: fx.Node) -> float:
     return (_scale if node.target is dropout else _native_scale)(dtype, probability)
 
 
-def draws(probability: object, training: object) -> bool:
+def draws(probability: object, training: object = True) -> bool:
     """Tell whether a dropout draws a mask, rather than keeping or dropping everything."""
     return training is True and isinstance(probability, float) and 0 < probability < 1
 
@@ -101,7 +101,7 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the input."""
     source, probability, *rest = kernel.args
     overwrites = kernel.over(source)
-    if overwrites and draws(probability, rest[0] if rest else True) and source.spec.dtype in _ROUNDED_ONCE:
+    if overwrites and draws(probability, *rest) and source.spec.dtype in _ROUNDED_ONCE:
         args = (source, probability)
         yield kernel.implement("inplace", dropout_, args=args, overwrites=overwrites, devices=("cpu",))
 
@@ -160,7 +160,7 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
         return
     state, device, *_ = drawn.args
     source, probability, *rest = forward.args
-    if not draws(probability, rest[0] if rest else True):
+    if not draws(probability, *rest):
         return
     assert isinstance(source, TensorRef)
     assert isinstance(probability, float)

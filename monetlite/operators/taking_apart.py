@@ -78,8 +78,7 @@ def _take_batch_norm_apart(graph: fx.Graph, node: fx.Node) -> None:
 def _take_dropout_apart(graph: fx.Graph, node: fx.Node) -> None:
     source, probability, *training = node.args
     made, kept = node.meta["val"]
-    drawn = draws(probability, training[0] if training else True)
-    if not drawn or made.device.type != "cpu" or not made.is_floating_point():
+    if not draws(probability, *training) or made.device.type != "cpu" or not made.is_floating_point():
         return
     with graph.inserting_before(node):
         mask = graph.call_function(kept_elements, (tuple(kept.shape), tuple(kept.stride()), probability))
