@@ -10,7 +10,7 @@ without such a function (gradients, mostly) are called by their schema. Views th
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -87,15 +87,21 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _direct(graph: fx.Graph) -> list[tuple[fx.Node, Callable[..., Any] | str]]:
-    """The calls of operators with what to call in their places, once views that change nothing are left out.
+    """The calls of operators, once views that change nothing are left out.
 
+    Each is with what to call in its place: a function, or the name of a tensor's method.
     A graph in which sizes are still symbols stays as it is: to ask for their values would make constants of them.
     """
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
         return []
     _leave_out_views(graph)
+    recorder = _CallRecorder()
     with without_modes():
-        return list(_quick_calls(graph))
+        return [
+            (node, _same_call(node, node.target, recorder) or unchecked(node.target))
+            for node in graph.nodes
+            if node.op == "call_function" and isinstance(node.target, OpOverload)
+        ]
 
 
 def _leave_out_views(graph: fx.Graph) -> None:
@@ -147,15 +153,6 @@ def _shape(node: fx.Node) -> tuple[Any, ...] | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     return tuple(size.expression if isinstance(size, Size) else size for size in sizes_of(tensor)[0])
-
-
-def _quick_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Callable[..., Any] | str]]:
-    """The calls of operators, and what to call in their places: a function, or the name of a tensor's method."""
-    recorder = _CallRecorder()
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload):
-            found = _same_call(node, node.target, recorder)
-            yield node, unchecked(node.target) if found is None else found
 
 
 def _same_call(node: fx.Node, target: OpOverload, recorder: "_CallRecorder") -> Callable[..., Any] | str | None:
