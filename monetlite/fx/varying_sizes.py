@@ -23,7 +23,7 @@ from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, 
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key, without_modes
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
-from monetlite.fx.torch_internals.torch_symbols import expression
+from monetlite.fx.torch_internals.torch_symbols import SYMBOLIC, expression
 
 SIZES = "monetlite_sizes"
 """Attribute of a fake tensor: its shape and strides, where sizes among them vary."""
@@ -117,20 +117,17 @@ def graph_at(module: fx.GraphModule, values: Mapping[sympy.Symbol, int]) -> fx.G
 
     def argument(node: fx.Node) -> Any:
         size = node.meta.get("val")
-        return at.number(size) if isinstance(size, _SYMBOLIC) else copied[node]
+        return at.number(size) if isinstance(size, SYMBOLIC) else copied[node]
 
     for node in module.graph.nodes:
         captured = node.meta.get("val")
-        if node.op == "call_function" and isinstance(captured, _SYMBOLIC):
+        if node.op == "call_function" and isinstance(captured, SYMBOLIC):
             continue
         copied[node] = graph.node_copy(node, argument)
         if captured is not None:
             one = isinstance(captured, torch.Tensor)
             copied[node].meta["val"] = at.item(captured) if one else pytree.tree_map(at.item, captured)
     return graph_module(module, graph)
-
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _Values:
@@ -147,7 +144,7 @@ class _Values:
     def number(self, size: Any) -> Any:
         """A number for a size."""
         if not isinstance(size, torch.SymInt):
-            if isinstance(size, _SYMBOLIC):
+            if isinstance(size, SYMBOLIC):
                 raise TraceError(f"{size} is computed from sizes that vary, and is no size itself")
             return size
         expr = expression(size)
@@ -168,10 +165,6 @@ class _Values:
             return self._tensors[id(item)]
         return self.number(item)
 
-    def _known_bytes(self, storage: torch.UntypedStorage) -> int | None:
-        """The size of a storage; None if that of another tensor decides it."""
-        return self._known_number(storage.nbytes())
-
     def _known_number(self, size: Any) -> int | None:
         """A size as a number; None if something else than the graph's inputs decides it."""
         known = not isinstance(size, torch.SymInt) or expression(size).free_symbols <= self._values.keys()
@@ -187,7 +180,7 @@ class _Values:
         key, dtype = storage_key(fake), fake.dtype
         with without_modes(), torch.no_grad():
             if key not in self._storages:
-                count = self._known_bytes(fake.untyped_storage())
+                count = self._known_number(fake.untyped_storage().nbytes())
                 if count is None:  # the input is a view of a tensor that the graph doesn't get
                     spanned = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
                     count = 0 if 0 in sizes else (offset + spanned + 1) * dtype.itemsize

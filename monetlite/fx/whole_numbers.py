@@ -17,7 +17,7 @@ from torch import fx
 from monetlite.core.errors import TraceError
 from monetlite.fx.storages import ancestors
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
-from monetlite.fx.torch_internals.torch_symbols import captured_number, expression, tensor_of_number
+from monetlite.fx.torch_internals.torch_symbols import SYMBOLIC, captured_number, expression, tensor_of_number
 
 
 def _divided_by(tensor: torch.Tensor, number: Any) -> torch.Tensor:
@@ -25,7 +25,6 @@ def _divided_by(tensor: torch.Tensor, number: Any) -> torch.Tensor:
     return torch.mul(tensor.reciprocal(), number)
 
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SWAPPED: dict[Any, Callable[..., Any]] = {
     **{item: item for item in (operator.add, operator.mul, operator.eq, operator.ne)},
     operator.lt: operator.gt,
@@ -118,7 +117,7 @@ def _computed_from(graph: fx.GraphModule, varying: Sequence[fx.Node]) -> set[fx.
     for node in graph.graph.nodes:
         used = (node, *node.all_input_nodes)
         if not found.isdisjoint(used) and all(
-            isinstance(item.meta.get("example_value"), _SYMBOLIC) for item in used
+            isinstance(item.meta.get("example_value"), SYMBOLIC) for item in used
         ):
             found.add(node)
     return found

@@ -36,6 +36,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.fx.torch_internals.torch_pytree import tensors_among
+from monetlite.fx.torch_internals.torch_symbols import SYMBOLIC
 from monetlite.operators import is_random, merge, take_apart
 from monetlite.operators.head_and_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.implementations import FUNCTIONS, target_of
@@ -277,7 +278,7 @@ def _refuse_unplannable(node: fx.Node) -> None:
     if not isinstance(node.target, OpOverload) and target_of(node) not in FUNCTIONS:
         raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
     made = pytree.tree_leaves(node.meta.get("val"))
-    if any(isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) for item in made):
+    if any(isinstance(item, SYMBOLIC) for item in made):
         raise TraceError(f"{where}: {node.target} makes a number of a tensor (.item(), float()); keep it a tensor")
     results = tensors_among(made)
     for item in results:

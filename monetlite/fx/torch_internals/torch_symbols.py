@@ -26,6 +26,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 tensor_of_number: Callable[..., torch.Tensor] = _refs.tensor
 """Function that a capture has in place of `torch.tensor` of a number that varies."""
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Classes of captured numbers that vary."""
 _PASSED_ON = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
