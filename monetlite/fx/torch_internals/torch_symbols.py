@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -90,40 +91,27 @@ def computed(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node]) -> fx.No
     return node
 
 
-class _Calls(PythonReferenceAnalysis):
-    """Operations of sizes as calls of a graph, those by functions that don't know proxies included."""
-
-    @staticmethod
-    def int_truediv(a: Any, b: Any) -> Any:
-        return _called(operator.truediv, a, b)
-
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: object) -> Any:
-        return _called(math.trunc, x)
-
-    @staticmethod
-    def floor_to_int(x: Any, dtype: object) -> Any:
-        return _called(math.floor, x)
-
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: object) -> Any:
-        return _called(math.ceil, x)
-
-    @staticmethod
-    def round_to_int(a: Any, dtype: object) -> Any:
-        return _called(round, a)
-
-    @staticmethod
-    def minimum(a: Any, b: Any) -> Any:
-        return _called(min, a, b)
-
-    @staticmethod
-    def maximum(a: Any, b: Any) -> Any:
-        return _called(max, a, b)
-
-
 def _called(function: Callable[..., Any], *numbers: Any) -> Any:
+    """The result of a function, or a call in the graph of a proxy among the numbers."""
+    numbers = tuple(item for item in numbers if not isinstance(item, torch.dtype))  # that of an index is no number
     for number in numbers:
         if isinstance(number, fx.Proxy):
             return number.tracer.create_proxy("call_function", function, numbers, {})
     return function(*numbers)
+
+
+class _Calls(PythonReferenceAnalysis):
+    """Operations of sizes as calls of a graph, those by functions that don't know proxies included."""
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "int_truediv": operator.truediv,
+    "trunc_to_int": math.trunc,
+    "floor_to_int": math.floor,
+    "ceil_to_int": math.ceil,
+    "round_to_int": round,
+    "minimum": min,
+    "maximum": max,
+}
+for _name, _function in _OPERATIONS.items():
+    setattr(_Calls, _name, staticmethod(functools.partial(_called, _function)))
