@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from monetlite.core.graph import Call, Implementation
+from monetlite.core.graph import Implementation
 from monetlite.fx.call_encoding import spec_of
 from monetlite.operators.implementations import (
     Intermediate,
@@ -60,10 +60,6 @@ def to_bfloat16(source: Tensor, strides: list[int]) -> Tensor:
     return in_order(source, strides).to(torch.bfloat16)
 
 
-def _piece_bytes(call: Call) -> int:
-    return 2 * 4 * piece_elements(torch.device("cuda"))
-
-
 def _from_bfloat16(
     result: Tensor, gradient: Tensor, source: Tensor, strides: list[int], kernel: str, approximate: str
 ) -> Tensor:
@@ -83,5 +79,7 @@ def _from_bfloat16(
 
 
 backward_from_bfloat16, backward_from_bfloat16_ = function_pair(
-    _from_bfloat16, "backward_from_bfloat16", workspace_bytes=_piece_bytes
+    _from_bfloat16,
+    "backward_from_bfloat16",
+    workspace_bytes=lambda _: 2 * 4 * piece_elements(torch.device("cuda")),
 )

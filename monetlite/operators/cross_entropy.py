@@ -51,10 +51,6 @@ def merge_backward(graph: fx.Graph) -> None:
         graph.erase_node(loss)
 
 
-def _chunk_bytes(call: Call) -> int:
-    return min(float32_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
-
-
 def _classes(call: Call) -> int:
     return tensor_at(call, 1).spec.shape[1]
 
@@ -90,8 +86,8 @@ def _by_rows(result: Tensor, gradient: Tensor, log_probabilities: Tensor, target
     """`cross_entropy_backward`, some rows at a time."""
     *of_loss, dim, dtype = rest
     rows, classes = log_probabilities.shape
-    step = max(1, CHUNK_ELEMENTS.get(result.device.type, CHUNK_ELEMENTS["cpu"]) // max(1, classes))
-    for some in slices(rows, step):
+    chunk = CHUNK_ELEMENTS.get(result.device.type, CHUNK_ELEMENTS["cpu"])
+    for some in slices(rows, chunk // max(1, classes)):
         of_rows = gradient[some] if gradient.dim() else gradient
         loss = torch.ops.aten.nll_loss_backward.default(of_rows, log_probabilities[some], target[some], *of_loss)
         torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])
@@ -104,6 +100,6 @@ cross_entropy_backward_by_rows, cross_entropy_backward_ = function_pair(
     *("cross_entropy_backward_by_rows", "cross_entropy_backward_"),
     over=1,
     passes=2.0,
-    workspace_bytes=_chunk_bytes,
+    workspace_bytes=lambda call: min(float32_bytes(call), 4 * CHUNK_ELEMENTS["cuda"]),
     integers=_classes,
 )

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Implementation, TensorRef
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import (
@@ -82,11 +82,7 @@ def _native_scale(dtype: torch.dtype, probability: float) -> float:
     return exact if dtype is torch.float64 else struct.unpack("f", struct.pack("f", exact))[0]
 
 
-def _as_native(call: Call) -> Call:
-    return replace(call, target=_FORWARD, args=(*call.args, True))
-
-
-@function("dropout", like=_as_native, random=True)
+@function("dropout", like=lambda call: replace(call, target=_FORWARD, args=(*call.args, True)), random=True)
 def dropout(source: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Dropout as plain training rounds it: (the result, the kept elements as a bool tensor)."""
     if source.device.type != "cpu":

@@ -221,5 +221,4 @@ def _chunks(results: Tensor) -> Iterator[slice]:
     """Slices of the first dimension."""
     count = results.shape[0]
     elements = CHUNK_ELEMENTS.get(results.device.type, results.numel())
-    step = max(1, elements * count // results.numel()) if results.numel() else max(1, count)
-    return slices(count, step)
+    return slices(count, elements * count // max(1, results.numel()))
