@@ -34,7 +34,6 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
     """
     import torch
 
-    check_place(spec)
     place, _, attribute = spec.rpartition(":")
     is_file = place.endswith(".py")
     folder = Path(place).expanduser().resolve().parent if is_file else Path.cwd()
