@@ -53,7 +53,7 @@ def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[
         lines["Trainer"] = list(_trainer(answer, way, request))
         if request.model_class.endswith(_LANGUAGE_MODELS):
             lines["TRL"] = list(_trl(answer, way, request))
-    lines["Lightning"] = list(_lightning(answer, way, request))
+    lines["Lightning"] = list(_lightning(request))
     # torchtitan trains all weights, by AdamW where nothing else is said.
     titan = request.optimizer == "adamw" and not request.rank and request.dtype in _TITAN_TYPES
     if request.model_class.removesuffix("ForCausalLM") in _TITAN_MODELS and titan and request.autocast != "float16":
@@ -154,7 +154,7 @@ def _trl(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator
     yield from _call("trainer = SFTTrainer", _trainer_arguments(request))
 
 
-def _lightning(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
+def _lightning(request: TrainingRequest) -> Iterator[str]:
     yield "self.network = model  # in your LightningModule's __init__, made as above"
     options = []
     if request.autocast:
