@@ -56,7 +56,8 @@ def draw_tradeoff(tradeoff: Tradeoff, analysis: Analysis) -> Figure:
     lines = [f"costs {analysis.costs}", f"smallest budget: {smallest_in_words(tradeoff)}"]
     heading(figure, f"{analysis.title}: step time against memory", lines, _LEFT)
     axes = add_axes(figure, _LEFT, _BOTTOM, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM)
-    curves = {OURS: _ours(tradeoff), **{name: tradeoff.others.get(name, ()) for name in (CHECKMATE, GIST, GREEDY)}}
+    ours = tuple(dict.fromkeys(item.best for item in tradeoff.budgets if item.best is not None))
+    curves = {OURS: ours, **{name: tradeoff.others.get(name, ()) for name in (CHECKMATE, GIST, GREEDY)}}
     _limit(axes, tradeoff, curves)
     _shade_impossible(axes, tradeoff)
     axes.axhline(0, color=PALE, linewidth=0.8, zorder=1)
@@ -82,11 +83,6 @@ def draw_tradeoff(tradeoff: Tradeoff, analysis: Analysis) -> Figure:
     _name_axes(axes, tradeoff)
     axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.0), borderaxespad=0, handlelength=3, labelspacing=0.9)
     return figure
-
-
-def _ours(tradeoff: Tradeoff) -> tuple[TradeoffPoint, ...]:
-    """The schedules found, each once."""
-    return tuple(dict.fromkeys(item.best for item in tradeoff.budgets if item.best is not None))
 
 
 def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]) -> None:
