@@ -44,7 +44,6 @@
 /**
  * A value's stay in memory, at one step.
  * @typedef {object} Tensor
- * @property {number} stay  which stay it is
  * @property {string} name
  * @property {number} bytes
  * @property {string} layout  shape and dtype
@@ -193,7 +192,6 @@ class Run {
     if (reads.includes(step)) here.push(next < 0 && !held ? "read here for the last time" : "read here");
     if (!reads.length && !held) here.push("nothing reads it");
     return {
-      stay,
       name: this.valueName(stay),
       bytes: this.values.bytes[index],
       layout: `${this.texts[this.values.shape[index]]} ${this.texts[this.values.dtype[index]]}`.trim(),
