@@ -32,7 +32,8 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -230,18 +231,16 @@ def python_kernel(operator: OpOverload, key: DispatchKey) -> PythonKernel | None
     return operator.py_kernels.get(key)
 
 
-@contextlib.contextmanager
-def without_python_kernels(operators: Iterable[OpOverload], keys: Iterable[DispatchKey]) -> Iterator[None]:
-    """Trace operators as the kernels that they are."""
-    with patched(*(_python_kernel_set(operator, key, None) for operator in operators for key in keys)):
-        yield
+def without_python_kernels(
+    operators: Iterable[OpOverload], keys: Collection[DispatchKey]
+) -> AbstractContextManager[None]:
+    """Trace operators as the kernels that they are, for the time of a block."""
+    return patched(*(_python_kernel_set(operator, key, None) for operator in operators for key in keys))
 
 
-@contextlib.contextmanager
-def traced_as(operator: OpOverload, key: DispatchKey, function: PythonKernel) -> Iterator[None]:
-    """Trace an operator as a Python function does it."""
-    with patched(_python_kernel_set(operator, key, function)):
-        yield
+def traced_as(operator: OpOverload, key: DispatchKey, function: PythonKernel) -> AbstractContextManager[None]:
+    """Trace an operator as a Python function does it, for the time of a block."""
+    return patched(_python_kernel_set(operator, key, function))
 
 
 @contextlib.contextmanager
@@ -259,11 +258,9 @@ def _python_kernel_set(operator: OpOverload, key: DispatchKey, function: PythonK
         operator._dispatch_cache.clear()
 
 
-@contextlib.contextmanager
-def faked_by(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
-    """Make fake tensors of operators by functions that are put in one of the tables above."""
-    with patched(_updated(table, functions)):
-        yield
+def faked_by(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> AbstractContextManager[None]:
+    """Make fake tensors of operators by functions that a block has in one of the tables above."""
+    return patched(_updated(table, functions))
 
 
 @contextlib.contextmanager
