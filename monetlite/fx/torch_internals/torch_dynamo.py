@@ -438,12 +438,11 @@ def given_tensor(node: fx.Node) -> torch.Tensor | None:
 
 def captured_shapes(graph: fx.GraphModule) -> dict[int, tuple[Any, ...]]:
     """The shapes of the tensors that a function is captured with, by their ids; sizes that vary are symbolic."""
-    inputs = graph.graph.find_nodes(op="placeholder")
-    given = ((node.meta.get("grapharg"), node.meta.get("example_value")) for node in inputs)
     return {
-        id(argument.example): tuple(fake.shape)
-        for argument, fake in given
-        if argument is not None and isinstance(fake, torch.Tensor) and isinstance(argument.example, torch.Tensor)
+        id(given): tuple(fake.shape)
+        for node in graph.graph.find_nodes(op="placeholder")
+        if (given := given_tensor(node)) is not None
+        and isinstance(fake := node.meta.get("example_value"), torch.Tensor)
     }
 
 
