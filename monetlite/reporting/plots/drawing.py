@@ -22,8 +22,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from monetlite.core.files.atomic import write_atomically
 from monetlite.reporting.palette import Fill
 
-FORMATS = ("png", "svg", "pdf")
-
 INK, PALE, PAPER = "#222222", "#767676", "#ffffff"
 BUDGET = "#b00020"
 
