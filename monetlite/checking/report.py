@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
-from monetlite.checking.step_differences import REORDERED_SUMS, SLACK, StepDifferences
+from monetlite.checking.step_differences import CAPTURE_DIFFERENCE, SLACK, StepDifferences
 from monetlite.core.units import format_bytes, format_ms
 
 
@@ -79,7 +79,7 @@ class Report(StepDifferences):
     of_reserved: bool = False
     incomparable: tuple[str, ...] = ()
     unrepeated: float = 0.0
-    allowed_difference: float = REORDERED_SUMS
+    allowed_difference: float = CAPTURE_DIFFERENCE
     operators: OperatorComparison | None = None
     limits: VerificationLimits = field(default_factory=VerificationLimits)
 

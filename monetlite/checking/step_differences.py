@@ -12,7 +12,7 @@ from monetlite.checking.trainee import Snapshot, Trainee, changed_weights, off_b
 
 MISSING = float("inf")
 """Difference of a tensor, or a finite number of it, that only one of two steps has, or that has another shape."""
-REORDERED_SUMS = 1e-6
+CAPTURE_DIFFERENCE = 1e-6
 """Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
 ROUNDINGS = 2
 """The same of gradients in 16 bits: steps between two numbers of their dtype."""
@@ -104,7 +104,7 @@ class Reference:
     def reordered_sums(self) -> float:
         """Largest relative difference that adding up in another order can make, in the dtypes of the gradients."""
         dtypes = {item.dtype for item in self.expected.gradients.values()}
-        return max([REORDERED_SUMS, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes)])
+        return max([CAPTURE_DIFFERENCE, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes)])
 
     def nudged(self, fraction: float, tolerance: float) -> StepDifferences:
         """Differences of plain training's step from itself when every weight is off by a fraction, up or down."""
@@ -162,6 +162,6 @@ def differences(
 
 def negligible(tensors: Iterable[torch.Tensor], tolerance: float) -> float:
     """Magnitude that is negligible beside the largest of some tensors; 0 if the tolerance allows no rounding."""
-    if tolerance <= REORDERED_SUMS:
+    if tolerance <= CAPTURE_DIFFERENCE:
         return 0.0
     return NEGLIGIBLE * max((_magnitude(item) for item in tensors if item.numel()), default=0.0)
