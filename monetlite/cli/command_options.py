@@ -12,9 +12,9 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 DEFAULT_ESTIMATE = "rtx-3090"
 """Device to estimate by default where there is no GPU: a common 24 GB card."""
-MAX_INTEGER = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 """Largest batch and seed that torch takes."""
-SEED = Integer(0, MAX_INTEGER)
+SEED = Integer(0, MAX_INT32)
 ESTIMATED = "cpu or cuda to measure here, or a device to estimate"
 
 
@@ -89,7 +89,7 @@ BATCH_OF_SCHEDULE = "the schedule's own, or that of path/to/file.py:build"
 
 def size_options(batch: str = "the model's own") -> Decorator:
     """Sizes of the inputs, with the batch that the words say by default."""
-    option = click.option("--batch", type=Integer(1, MAX_INTEGER), help=f"Batch size; by default {batch}.")
+    option = click.option("--batch", type=Integer(1, MAX_INT32), help=f"Batch size; by default {batch}.")
     return with_options(option, input_options)
 
 
