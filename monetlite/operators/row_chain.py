@@ -13,7 +13,7 @@ A chain is data: the steps of a captured graph, with the operators that plain tr
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -85,10 +85,12 @@ def _is_operand(item: Any, kind: str) -> bool:
     return isinstance(item, list | tuple) and len(item) > 1 and item[0] == kind
 
 
-def _needed(
-    steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]
-) -> list[tuple[ChainStep, list[int]]]:
-    """The steps that results need, in order, each with the slots that are no longer needed after it."""
+_Needed: TypeAlias = list[tuple[ChainStep, list[int], int | None]]
+"""Steps that run, each with the slots that nothing reads after it, and the operand that its result overwrites."""
+
+
+def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> _Needed:
+    """The steps that results need, in order."""
     wanted = {slot for slot, *_ in results if slot is not None}
     chosen: list[ChainStep] = []
     for step in (ChainStep(*item) for item in reversed(steps)):
@@ -96,13 +98,18 @@ def _needed(
             chosen.append(step)
             wanted.update(step.operands)
     last = {slot for slot, *_ in results}
-    planned: list[tuple[ChainStep, list[int]]] = []
+    dying: list[list[int]] = []
     for step in chosen:
         operands = set(step.operands)
         is_input = {slot for slot in operands if slot < len(given) and given[slot] is not None}
-        planned.append((step, sorted(operands - last - is_input)))
+        dying.append(sorted(operands - last - is_input))
         last |= operands
-    return planned[::-1]
+    made: dict[int, tuple[int, str]] = {}
+    planned: _Needed = []
+    for step, slots in zip(chosen[::-1], dying[::-1], strict=True):
+        planned.append((step, slots, _over(step, slots, made)))
+        made[step.slot] = (step.width, step.dtype)
+    return planned
 
 
 def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]]) -> int | None:
@@ -169,12 +176,7 @@ def _launches_for(steps: Sequence[Any], given: Sequence[Tensor | None], results:
     key = (id(steps), id(results), *(row is None for row in given))
     if found := _launches_of.get(key):
         return found[2]
-    launches = []
-    made: dict[int, tuple[int, str]] = {}
-    for step, dying in _needed(steps, given, results):
-        launches.append(_launch(step, dying, None if step.sums else _over(step, dying, made)))
-        if not step.sums:
-            made[step.slot] = (step.width, step.dtype)
+    launches = [_launch(*item) for item in _needed(steps, given, results)]
     if len(_launches_of) >= _MOST_CHAINS:
         _launches_of.clear()
     _launches_of[key] = (steps, results, launches)
@@ -187,16 +189,13 @@ def _tile_rows(rows: Sequence[Any], tiles: int) -> int:
     return -(-count // tiles)
 
 
-def _row_bytes(steps: Sequence[tuple[ChainStep, list[int]]], returned: Collection[int]) -> int:
+def _row_bytes(steps: _Needed, returned: Collection[int]) -> int:
     """Bytes that steps hold for one row, at most, beside the slots that are returned as they are made."""
     sizes: dict[int, int] = {}
-    made: dict[int, tuple[int, str]] = {}
     live = most = 0
-    for step, dying in steps:
-        over = _over(step, dying, made)
+    for step, dying, over in steps:
         if not step.sums:
             sizes[step.slot] = step.width * item_bytes(step.dtype)
-            made[step.slot] = (step.width, step.dtype)
             taken = None if over is None else step.args[over][1]
             live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
             most = max(most, live)
@@ -219,7 +218,7 @@ def _kernels(call: Call) -> Iterator[KernelRuns]:
             return wholes[item[1]]
         return slots[item[1]] if _is_operand(item, ROW) else item
 
-    for step, _ in _needed(steps, rows, results):
+    for step, *_ in _needed(steps, rows, results):
         args = [operand(item) for item in step.args]
         if step.target == OUTER:
             left, right = args
@@ -241,7 +240,7 @@ def _tile_bytes(call: Call) -> int:
     needed = _needed(steps, rows, results)
     # Those of several tiles are copied.
     returned = {item[0] for at, item in enumerate(results) if tiles == 1 and (over is None or at != over[0])}
-    narrow = {step.slot for step, _ in needed if step.sums and item_bytes(step.dtype) < 4}
+    narrow = {step.slot for step, *_ in needed if step.sums and item_bytes(step.dtype) < 4}
     sums: int = sum(math.prod(shape) for slot, _, shape in results if slot in narrow and tiles > 1)
     return _row_bytes(needed, returned) * _tile_rows(rows, tiles) + 4 * sums
 
