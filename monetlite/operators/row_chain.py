@@ -13,7 +13,8 @@ A chain is data: the steps of a captured graph, with the operators that plain tr
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,12 +86,37 @@ def _is_operand(item: Any, kind: str) -> bool:
     return isinstance(item, list | tuple) and len(item) > 1 and item[0] == kind
 
 
-_Needed: TypeAlias = list[tuple[ChainStep, list[int], int | None]]
-"""Steps that run, each with the slots that nothing reads after it, and the operand that its result overwrites."""
+@dataclass(frozen=True)
+class _Launch:
+    """A step as a tile runs it.
+
+    Attributes:
+        step: it.
+        dying: slots that nothing reads after it.
+        over: position of an operand that its result is written over.
+    """
+
+    step: ChainStep
+    dying: list[int]
+    over: int | None
+
+    @cached_property
+    def call(self) -> tuple[Callable[..., Tensor] | None, list[Any], dict[str, Any]]:
+        """The operator, which sums have none of, and the step's operands, with dtypes as torch's."""
+        target, kwargs = self.step.target, {name: _resolved(item) for name, item in self.step.kwargs}
+        if self.over is not None:
+            target, keyword = over_operand(target, self.over)
+            kwargs |= {keyword: self.step.args[self.over]} if keyword else {}
+        run = None if self.step.sums else unchecked(named_operator(target))
+        return run, list(map(_resolved, self.step.args)), kwargs
 
 
-def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> _Needed:
-    """The steps that results need, in order."""
+def _resolved(item: Any) -> Any:
+    return getattr(torch, item[1]) if _is_operand(item, DTYPE) else item
+
+
+def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> list[_Launch]:
+    """The launches of the steps that results need, in order."""
     wanted = {slot for slot, *_ in results if slot is not None}
     chosen: list[ChainStep] = []
     for step in (ChainStep(*item) for item in reversed(steps)):
@@ -105,9 +131,9 @@ def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) 
         dying.append(sorted(operands - last - is_input))
         last |= operands
     made: dict[int, tuple[int, str]] = {}
-    planned: _Needed = []
+    planned: list[_Launch] = []
     for step, slots in zip(chosen[::-1], dying[::-1], strict=True):
-        planned.append((step, slots, _over(step, slots, made)))
+        planned.append(_Launch(step, slots, _over(step, slots, made)))
         made[step.slot] = (step.width, step.dtype)
     return planned
 
@@ -123,46 +149,6 @@ def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]
     return None
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A step as a tile runs it.
-
-    Attributes:
-        step: it.
-        run: its operator; sums have none.
-        args, kwargs: operands, as those of a step; dtypes are torch's.
-        dying: slots that nothing reads after it.
-        dtype: of its result.
-    """
-
-    step: ChainStep
-    run: Callable[..., Tensor] | None
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    dying: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
-    """A step with its operator, which writes over an operand where it may."""
-    target, kwargs = step.target, {name: _resolved(item) for name, item in step.kwargs}
-    if over is not None:
-        target, keyword = over_operand(target, over)
-        kwargs |= {keyword: step.args[over]} if keyword else {}
-    return _Launch(
-        step=step,
-        run=None if step.sums else unchecked(named_operator(target)),
-        args=tuple(map(_resolved, step.args)),
-        kwargs=tuple(kwargs.items()),
-        dying=tuple(dying),
-        dtype=getattr(torch, step.dtype),
-    )
-
-
-def _resolved(item: Any) -> Any:
-    return getattr(torch, item[1]) if _is_operand(item, DTYPE) else item
-
-
 _launches_of: dict[tuple[Any, ...], tuple[Any, Any, list[_Launch]]] = {}
 """Launches of chains, by the identities of their steps and results and the rows that are given.
 
@@ -176,9 +162,9 @@ def _launches_for(steps: Sequence[Any], given: Sequence[Tensor | None], results:
     key = (id(steps), id(results), *(row is None for row in given))
     if found := _launches_of.get(key):
         return found[2]
-    launches = [_launch(*item) for item in _needed(steps, given, results)]
     if len(_launches_of) >= _MOST_CHAINS:
         _launches_of.clear()
+    launches = _needed(steps, given, results)
     _launches_of[key] = (steps, results, launches)
     return launches
 
@@ -189,14 +175,15 @@ def _tile_rows(rows: Sequence[Any], tiles: int) -> int:
     return -(-count // tiles)
 
 
-def _row_bytes(steps: _Needed, returned: Collection[int]) -> int:
-    """Bytes that steps hold for one row, at most, beside the slots that are returned as they are made."""
+def _row_bytes(launches: Sequence[_Launch], returned: Collection[int]) -> int:
+    """Bytes that launches hold for one row, at most, beside the slots that are returned as they are made."""
     sizes: dict[int, int] = {}
     live = most = 0
-    for step, dying, over in steps:
+    for launch in launches:
+        step, dying = launch.step, launch.dying
         if not step.sums:
             sizes[step.slot] = step.width * item_bytes(step.dtype)
-            taken = None if over is None else step.args[over][1]
+            taken = None if launch.over is None else step.args[launch.over][1]
             live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
             most = max(most, live)
             dying = [slot for slot in dying if slot != taken]
@@ -218,7 +205,7 @@ def _kernels(call: Call) -> Iterator[KernelRuns]:
             return wholes[item[1]]
         return slots[item[1]] if _is_operand(item, ROW) else item
 
-    for step, *_ in _needed(steps, rows, results):
+    for step in (launch.step for launch in _needed(steps, rows, results)):
         args = [operand(item) for item in step.args]
         if step.target == OUTER:
             left, right = args
@@ -240,7 +227,7 @@ def _tile_bytes(call: Call) -> int:
     needed = _needed(steps, rows, results)
     # Those of several tiles are copied.
     returned = {item[0] for at, item in enumerate(results) if tiles == 1 and (over is None or at != over[0])}
-    narrow = {step.slot for step, *_ in needed if step.sums and item_bytes(step.dtype) < 4}
+    narrow = {item.step.slot for item in needed if item.step.sums and item_bytes(item.step.dtype) < 4}
     sums: int = sum(math.prod(shape) for slot, _, shape in results if slot in narrow and tiles > 1)
     return _row_bytes(needed, returned) * _tile_rows(rows, tiles) + 4 * sums
 
@@ -275,7 +262,7 @@ def row_chain(
     launches = _launches_for(steps, rows, results)
     count = first.shape[0]
     sums: dict[int, Tensor] = {}
-    dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
+    dtypes = {item.step.slot: getattr(torch, item.step.dtype) for item in launches if item.step.sums}
     made: dict[int, Any] = {} if over is None else {over[0]: flat[over[1]]}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
     for some in slices(count, -(-count // tiles)):
@@ -290,12 +277,13 @@ def row_chain(
             return slots[of].expand(-1, rest[0]) if kind == WIDENED else vectors[of]
 
         for launch in launches:
-            args = [operand(item) for item in launch.args]
-            kwargs = {name: operand(item) for name, item in launch.kwargs}
-            if launch.run is None:
+            run, given, named = launch.call
+            args = [operand(item) for item in given]
+            kwargs = {name: operand(item) for name, item in named.items()}
+            if run is None:
                 _add(sums, launch.step, args, tiles)
             else:
-                slots[launch.step.slot] = launch.run(*args, **kwargs)
+                slots[launch.step.slot] = run(*args, **kwargs)
             del args, kwargs
             for slot in launch.dying:
                 slots.pop(slot, None)
