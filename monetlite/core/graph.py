@@ -238,7 +238,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A storage: its size, its kind, and the layout of the tensor that its writer makes of it.
+    """A storage: its size, its kind, and the layout of the tensor that its one writer makes of it.
 
     A `note` is a value that one device's kernel leaves for its own gradient, such as its place in the generator's
     sequence. Another device's kernel leaves another, so notes are not part of a graph's structure.

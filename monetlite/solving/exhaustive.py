@@ -101,12 +101,11 @@ class _Space:
         while missing & ~seen:
             value = (missing & ~seen).bit_length() - 1
             seen |= 1 << value
-            makers = problem.producers[value]
-            if not makers:
+            operator = problem.maker.get(value)
+            if operator is None:
                 return math.inf
-            operator = makers[0]
-            if len(makers) > 1 or problem.position.get(operator, -1) >= done:
-                continue  # several operators can make it, or the main run still will
+            if problem.position.get(operator, -1) >= done:
+                continue  # the main run still will make it
             optional = operator in self.ran_bit
             if not optional and self.must_forward[done] >> value & 1:
                 return math.inf

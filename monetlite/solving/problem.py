@@ -166,19 +166,10 @@ class Problem:
         return {operator: at for at, operator in enumerate(self.main)}
 
     @cached_property
-    def producers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the operators that some implementation writes it with (nearly always one)."""
-        found: list[set[int]] = [set() for _ in self.size_bytes]
-        for operator, options in enumerate(self.options):
-            for option in options:
-                for value in option.writes:
-                    found[value].add(operator)
-        return tuple(tuple(sorted(operators)) for operators in found)
-
-    @cached_property
     def maker(self) -> dict[int, int]:
-        """The first operator that writes each value."""
-        return {value: makers[0] for value, makers in enumerate(self.producers) if makers}
+        """The operator that writes each value, of those that can run."""
+        writing = enumerate(self.options)
+        return {value: operator for operator, options in writing for option in options for value in option.writes}
 
     @cached_property
     def must_read(self) -> tuple[frozenset[int], ...]:

@@ -19,9 +19,8 @@ runs, and `keep` to 1 exactly where `simulate` has the value live. Then `total` 
 the slot, and each row follows from one of its rules: what is read is live; what is live was kept or written; what
 is overwritten is dead afterwards; a held value stays; a step that runs fits the budget. A slot that does not run
 only says that what is live exceeds the budget by no more than the largest saving of any step (`_slack_bytes`),
-which is true before every step. Two guards keep this exact: an optional operator that writes a held value
-distinguishes its first run from later ones, which find the value there; and a value that a step both reads and
-writes is counted once.
+which is true before every step. An optional operator that writes a held value distinguishes its first run from
+later ones, which find the value there.
 
 A schedule outside the full template has a stage with more than `passes` runs, since `passes` runs fit the template
 in any order, one in each pass. Useless runs left out, that costs at least every main operator once and `passes + 1`
@@ -141,13 +140,11 @@ class _TemplateProgram:
     def _own_bytes(self, option: Option, first: bool) -> int:
         """Memory of a step beyond what is live before it, at the least.
 
-        A held value may be there already: since an earlier run, or by another operator.
+        A held value may be there already, since an earlier run.
         """
         extra_bytes = option.first_extra_bytes if first else option.again_extra_bytes
         return extra_bytes + sum(
-            self.problem.size_bytes[value]
-            for value in option.writes - option.reads
-            if not self.problem.held[value] or (first and len(self.problem.producers[value]) == 1)
+            self.problem.size_bytes[value] for value in option.writes if first or not self.problem.held[value]
         )
 
     def _slack_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Small random training steps with asymmetric costs, so that no solver passes a test by symmetry."""
 
 import random
-from dataclasses import replace
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
@@ -15,7 +14,6 @@ def random_profile(
     zero_latencies: bool = True,
     optional: bool = True,
     once_only: bool = True,
-    accumulating: bool = False,
 ) -> Profile:
     """A random step: a branching forward graph, and backward operators that read activations and gradients.
 
@@ -26,7 +24,6 @@ def random_profile(
         zero_latencies: allow implementations that take no time.
         optional: allow optional operators (masks that only the backward pass reads).
         once_only: allow operators that can't be run again.
-        accumulating: let backward operators add to a gradient that an earlier one wrote, which is held.
     """
     builder = _Builder(rng, largest_bytes, zero_latencies)
     count = rng.randint(2, 5) if forward_operators is None else forward_operators
@@ -61,7 +58,7 @@ def random_profile(
         forward.append((sources, tuple(writes), masks))
         results.extend(writes[: 1 if saves else None])
     if rng.random() < 0.95:
-        _backward(builder, forward, accumulating=accumulating)
+        _backward(builder, forward)
     return builder.profile()
 
 
@@ -107,17 +104,11 @@ def _variants(
     return variants
 
 
-def _backward(
-    builder: "_Builder",
-    forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
-    *,
-    accumulating: bool = False,
-) -> None:
+def _backward(builder: "_Builder", forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> None:
     """One backward operator for each forward operator (two now and then), in reverse order."""
     rng = builder.rng
     gradients: dict[int, list[int]] = {}
     start: int | None = None
-    added: tuple[int, ...] = ()
     for sources, writes, masks in reversed(forward):
         incoming = [gradient for value in writes for gradient in gradients.get(value, [])]
         if not incoming:
@@ -139,11 +130,7 @@ def _backward(
         written = (*outputs, *(() if parameter is None else (parameter,)))
         if not written:
             written = (builder.value(ValueKind.PARAM_GRAD, largest=3),)
-        written = (*written, *added)
-        variants = [((*reads, *incoming, *added), written, ()) for reads in _needs(rng, sources, writes, masks)]
-        if accumulating and parameter is not None and not added:
-            builder.values[parameter] = replace(builder.values[parameter], size_bytes=builder.largest_bytes)
-            added = (parameter,)
+        variants = [((*reads, *incoming), written, ()) for reads in _needs(rng, sources, writes, masks)]
         if rng.random() < 0.2:
             reads = variants[0][0]
             variants.append((reads, written, (incoming[0],)))

@@ -59,17 +59,17 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
                 ran.add(operator)
                 yield operator, option.choice
                 continue
-            makers = [maker for maker in problem.producers[missing[0]] if maker in problem.extra_set]
-            if not makers or len(waiting) > len(problem.options):
+            maker = problem.maker.get(missing[0])
+            if maker not in problem.extra_set or len(waiting) > len(problem.options):
                 raise _NoWay
-            waiting.append((makers[0], cheapest(makers[0], missing[0])))
+            waiting.append((maker, cheapest(maker, missing[0])))
 
     chosen = [
         max(options, key=lambda item: solution[item[1]] if item[1] >= 0 else 1.0)[0]
         for options in relaxation.chosen
     ]
     stored = {value for value, column in relaxation.stored.items() if solution[column] > 0.5}
-    early = {maker for value in stored for maker in problem.producers[value] if maker not in problem.position}
+    early = {problem.maker[value] for value in stored}.difference(problem.position)
     for at in range(forward):
         yield from run(main[at], chosen[at])
         for operator in sorted(early):

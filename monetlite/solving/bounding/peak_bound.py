@@ -28,13 +28,13 @@ class CertainLifetimes:
 
     def pinned(self, value: int, at: int) -> bool:
         """True if `fixed_bytes[at]` counts the value."""
-        return self.pinned_until[value] >= at > self.problem.position[self.problem.producers[value][0]]
+        return self.pinned_until[value] >= at > self.problem.position[self.problem.maker[value]]
 
     def own_bytes(self, at: int, option: Option, modelled: frozenset[int] = frozenset()) -> int:
         """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
         size = self.problem.size_bytes
         reads = sum(size[value] for value in option.reads - modelled if not self.pinned(value, at))
-        return reads + sum(size[value] for value in option.writes - option.reads) + option.first_extra_bytes
+        return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
 
 
 def certain_lifetimes(problem: Problem) -> CertainLifetimes:
@@ -52,8 +52,8 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
             if at < problem.forward_main:
                 forward_until[value] = at
     change = [0] * (count + 1)
-    for value, makers in enumerate(problem.producers):
-        maker = makers[0] if len(makers) == 1 else -1
+    for value in range(len(problem.size_bytes)):
+        maker = problem.maker.get(value, -1)
         if maker not in problem.position or value not in problem.always_writes[maker]:
             pinned_until[value] = -1
             continue
@@ -106,15 +106,13 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
     problem = lifetimes.problem
     size = np.array(problem.size_bytes, dtype=np.int64)
     forward, count = problem.forward_main, len(problem.main)
-    # peak[v]: no schedule has v live just before the present place with a smaller peak so far. Values with
-    # several makers, and those of the backward part, are not followed: 0 is a bound for them.
-    followed = np.array(
-        [
-            len(makers) == 1 and problem.is_forward(makers[0]) and value in problem.always_writes[makers[0]]
-            for value, makers in enumerate(problem.producers)
-        ],
-        dtype=bool,
-    )
+    # peak[v]: no schedule has v live just before the present place with a smaller peak so far. Values of the
+    # backward part, and those that some implementations leave out, are not followed: 0 is a bound for them.
+    followed = np.zeros(len(size), dtype=bool)
+    made_at = np.full(len(size), count, dtype=np.int64)
+    for value, maker in problem.maker.items():
+        made_at[value] = problem.position.get(maker, count)
+        followed[value] = problem.is_forward(maker) and value in problem.always_writes[maker]
     peak = np.zeros(len(size), dtype=np.int64)
     runs = [
         (
@@ -124,7 +122,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
             [
                 (
                     option.reads,
-                    sum(problem.size_bytes[v] for v in option.writes - option.reads if not problem.held[v])
+                    sum(problem.size_bytes[v] for v in option.writes if not problem.held[v])
                     + min(option.first_extra_bytes, option.again_extra_bytes),
                 )
                 for option in problem.options[operator]
@@ -133,15 +131,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
         for operator in problem.extra
         if problem.options[operator]
     ]
-    made_at = np.full(len(size), count, dtype=np.int64)
-    for value, makers in enumerate(problem.producers):
-        if followed[value] and makers[0] in problem.position:
-            made_at[value] = problem.position[makers[0]]
-    # `pinned` of every value: after the first of its two places, to the second.
-    pinned_after = np.array(
-        [problem.position.get(makers[0], count) if makers else count for makers in problem.producers],
-        dtype=np.int64,
-    )
+    # `pinned` of every value: after it is made, up to here.
     pinned_until = np.array(lifetimes.pinned_until, dtype=np.int64)
     own: list[int] = [0] * len(runs)
     """For each run, the bytes that it needs at least beside `fixed_bytes`: other ones where `pinned` changes."""
@@ -150,7 +140,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
         changing[forward].add(run)
         for value in {value for option_reads, _ in ways for value in option_reads}:
             if pinned_until[value] >= 0:
-                changing[min(int(pinned_after[value]) + 1, count)].add(run)
+                changing[min(int(made_at[value]) + 1, count)].add(run)
                 changing[min(int(pinned_until[value]) + 1, count)].add(run)
     bound = 0
     for at in range(count):
@@ -181,7 +171,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
             beside[value] = min(
                 need + (0 if value in option.reads else int(size[value])) for option, need in needs[at]
             )
-        beside[followed & (pinned_after < at) & (pinned_until >= at)] = least
+        beside[followed & (made_at < at) & (pinned_until >= at)] = least
         alive = followed & (made_at < at)
         peak[alive] = np.maximum(peak[alive], beside[alive])
     return bound

@@ -28,8 +28,8 @@ on the latency of all of them:
 - an optional operator whose results are read in any case runs at least once;
 - one that runs in the forward part reads what was made there, by other such operators, too; it has everything
   beside it that is stored and was made before it; until it runs, what it reads stays;
-- memory during re-runs is ignored, as are values that are small, have several makers, or are not modelled:
-  they are taken to weigh nothing and to be always there.
+- memory during re-runs is ignored, as are values that are small or not modelled: they are taken to weigh nothing
+  and to be always there.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ class Relaxation:
         self.scale = 1.0 / max(abs(self.room), 1.0)
         self.values = _modelled_values(problem, value_limit)
         self.modelled = frozenset(self.values)
-        self.maker = {value: problem.producers[value][0] for value in self.values}
+        self.maker = problem.maker
         self.plain_bytes = _plain_bytes(problem)
         forward, backward = range(problem.forward_main), range(problem.forward_main, len(problem.main))
         self.forward_rows = frozenset(self._neediest(forward, forward_limit))
@@ -133,11 +133,11 @@ class Relaxation:
         problem, waiting, certain = self.problem, list(self.problem.main), set[int]()
         while waiting:
             for value in problem.must_read[waiting.pop()]:
-                makers = problem.producers[value]
-                if len(makers) == 1 and makers[0] not in problem.position and makers[0] not in certain:
-                    certain.add(makers[0])
-                    waiting.append(makers[0])
-        modelled = set(self.maker.values()) & problem.extra_set
+                maker = self.maker.get(value)
+                if maker is not None and maker not in problem.position and maker not in certain:
+                    certain.add(maker)
+                    waiting.append(maker)
+        modelled = {self.maker[value] for value in self.values} & problem.extra_set
         for operator in sorted(certain):
             if operator in modelled and operator in self.early:
                 runs = [self.early[operator], *(span.once[operator] for span in intervals if operator in span.once)]
@@ -232,9 +232,9 @@ class Relaxation:
         if operator not in early:
             early[operator] = self.program.column(self.problem.least_ms(operator))
             for value in self.problem.must_read[operator]:
-                makers = self.problem.producers[value]
-                if len(makers) == 1 and makers[0] not in self.problem.position:
-                    self.program.row([(early[operator], 1.0), (self._early_run(makers[0]), -1.0)], 0.0)
+                maker = self.maker.get(value)
+                if maker is not None and maker not in self.problem.position:
+                    self.program.row([(early[operator], 1.0), (self._early_run(maker), -1.0)], 0.0)
         return early[operator]
 
     def _waiting(self, stored: dict[int, int]) -> list[tuple[int, int, int]]:
@@ -396,17 +396,16 @@ def _plain_bytes(problem: Problem) -> list[int]:
 
 
 def _modelled_values(problem: Problem, limit: int | None) -> list[int]:
-    """The forward values whose liveness is decided: the largest with one maker that always writes them."""
+    """The forward values whose liveness is decided: the largest that are written in every implementation."""
     candidates = [
         value
-        for value, makers in enumerate(problem.producers)
-        if len(makers) == 1
-        and problem.size_bytes[value] > 0
+        for value, maker in sorted(problem.maker.items())
+        if problem.size_bytes[value] > 0
         and not problem.held[value]
-        and problem.is_forward(makers[0])
-        and value in problem.always_writes[makers[0]]
+        and problem.is_forward(maker)
+        and value in problem.always_writes[maker]
         # One that cannot be made again is pinned to its certain readers already.
-        and problem.graph.operators[makers[0]].rerunnable
+        and problem.graph.operators[maker].rerunnable
     ]
     candidates.sort(key=lambda value: -problem.size_bytes[value])
     largest = problem.size_bytes[candidates[0]] if candidates else 0
