@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from monetlite.core.costs import Profile
-from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiling import is_ready, load
 from monetlite.solving.baselines import checkpointing_settings
@@ -124,7 +122,7 @@ def _nest_plans(
         return
     incumbent.offer(plain_steps(profile.graph), "smallest")
     assert incumbent.smallest_bytes is not None
-    leanest = nested.leanest(incumbent.smallest_bytes, partial(simulate, profile), over(1.0))
+    leanest = nested.leanest(incumbent.smallest_bytes, over(1.0))
     if leanest is not None:
         incumbent.offer(leanest.steps, "blocks")
 

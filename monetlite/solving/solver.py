@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 from monetlite.core.announcing import warn
@@ -269,16 +268,13 @@ class _PeakSolve:
         seconds = min(share * self.left, at_most)
         deep.sweep(length, seconds, self.should_stop)
         deep.price(self.budget_bytes, _PRICING_SHARE * seconds, self.should_stop)
-        timeline_of = partial(simulate, self.problem.profile)
-        seconds = _MASTER_SHARE * self.left
-        steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
-        if steps is not None:
-            self.planned |= incumbent.offer(steps, _BLOCKS)
+        found = deep.within(self.budget_bytes, _MASTER_SHARE * self.left, _MASTER_GAP, self.should_stop)
+        if found is not None:
+            self.planned |= incumbent.offer(found.steps, _BLOCKS)
         nested = nested_plans(deep)
-        if nested is not None:
-            timeline = nested.within(self.budget_bytes, timeline_of, self.should_stop)
-            if timeline is not None:
-                self.planned |= incumbent.offer(timeline.steps, _BLOCKS)
+        found = None if nested is None else nested.within(self.budget_bytes, self.should_stop)
+        if found is not None:
+            self.planned |= incumbent.offer(found.steps, _BLOCKS)
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""

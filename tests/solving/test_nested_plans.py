@@ -49,6 +49,7 @@ def planned(profile: Profile, seconds: float = 0.05) -> DeepStep | None:
     """A step with plans of each block; None if it has few of these."""
     deep = in_blocks(profile, seed=0)
     if deep is not None:
+        deep.timeline_of = legal(profile)
         deep.sweep(1, seconds, lambda: False)
     return deep
 
@@ -76,7 +77,7 @@ def test_any_step_is_legal(seed: int) -> None:
     plain = simulate(profile, plain_steps(profile.graph))
     seen = set()
     for percent in range(10, 101, 5):
-        timeline = nested.within(plain.peak_bytes * percent // 100, legal(profile))
+        timeline = nested.within(plain.peak_bytes * percent // 100)
         if timeline is not None:
             assert mandatory <= {index for index, _ in timeline.steps}
             seen.add(timeline.steps)
@@ -119,7 +120,7 @@ def test_it_finds_what_an_exact_recursion_finds(seed: int) -> None:
         room = budget_bytes - resident
         expected_ms = least_ms(0, len(nested.places), int(0.93 * room))
         if math.isfinite(expected_ms):
-            timeline = nested.within(budget_bytes, legal(profile))
+            timeline = nested.within(budget_bytes)
             assert timeline is not None
             assert timeline.peak_bytes <= budget_bytes
             assert timeline.latency_ms <= expected_ms * (1 + 1e-9)
@@ -136,7 +137,7 @@ def test_a_tower_fits_where_no_setting_does(tower: Profile) -> None:
     nested = NestedPlans(deep)
     most: list[int] = []
     for part in (1.0, 0.9, 0.8):
-        timeline = nested.within(int(part * settings), legal(tower))
+        timeline = nested.within(int(part * settings))
         assert timeline is not None
         assert timeline.peak_bytes <= part * settings
         assert timeline.latency_ms < 2 * plain.latency_ms
@@ -174,7 +175,8 @@ def test_the_leanest_schedule_is_found_from_afar(tower: Profile) -> None:
         seen.append(timeline.peak_bytes)
         return timeline
 
-    leanest = nested.leanest(plain_bytes, timeline_of)
+    deep.timeline_of = timeline_of
+    leanest = nested.leanest(plain_bytes)
     assert leanest is not None
     assert leanest.peak_bytes == min(seen) < 0.35 * plain_bytes
     assert len(seen) <= 6

@@ -7,7 +7,7 @@ another, which reads the gradients that pass on.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TypeAlias
@@ -82,6 +82,10 @@ class Stretch:
     turn: int
     gradient_bytes: int
     kind: Hashable
+
+    def whole(self, steps: Iterable[Step]) -> tuple[Step, ...]:
+        """Steps of the stretch, by the operators of the whole graph."""
+        return tuple((self.operators[at], self.original[at][choice]) for at, choice in steps)
 
 
 _Row: TypeAlias = tuple[Operator, tuple[Cost, ...], tuple[int, ...]]

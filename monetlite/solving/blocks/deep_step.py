@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 
 from monetlite.core.blocks import Block, find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.simulate import Timeline
+from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
@@ -37,10 +38,22 @@ def in_blocks(profile: Profile, seed: int) -> "DeepStep | None":
 
 
 class DeepStep:
-    """A step in blocks, with the plans that are known of its stretches."""
+    """A step in blocks, with the plans that are known of its stretches.
 
-    def __init__(self, profile: Profile, blocks: Sequence[Block], seed: int) -> None:
+    Args:
+        profile, blocks: of the step. seed: of the search.
+        timeline_of: simulates steps, to which it may add.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        blocks: Sequence[Block],
+        seed: int,
+        timeline_of: Callable[[tuple[Step, ...]], Timeline] | None = None,
+    ) -> None:
         self.profile = profile
+        self.timeline_of = timeline_of or partial(simulate, profile)
         self.blocks = blocks
         self.stretches: dict[tuple[int, int], Stretch] = {}
         self.searches: dict[Hashable, PlanSearch] = {}
@@ -109,18 +122,12 @@ class DeepStep:
                 return
 
     def within(
-        self,
-        budget_bytes: int,
-        seconds: float,
-        gap: float,
-        timeline_of: Callable[[tuple[Step, ...]], Timeline],
-        finished: Callable[[], bool] = lambda: False,
-    ) -> tuple[Step, ...] | None:
+        self, budget_bytes: int, seconds: float, gap: float, finished: Callable[[], bool] = lambda: False
+    ) -> Timeline | None:
         """The fastest schedule that the plans make within a budget; None if they make none.
 
         Args:
             budget_bytes: no step may need more. seconds, gap: of each master program. finished: asked between them.
-            timeline_of: simulates steps, to which it may add.
         """
         asked_bytes = budget_bytes
         for _ in range(_MASTERS):
@@ -128,14 +135,14 @@ class DeepStep:
             if chosen is None or finished():
                 return None
             try:
-                timeline = timeline_of(self.steps(chosen))
+                timeline = self.timeline_of(self.steps(chosen))
             except IllegalSchedule as error:
                 _LOG.warning("plans of blocks don't fit together: %s", error)
                 return None
             # Gradients that pass several blocks are in no row.
             excess_bytes = timeline.peak_bytes - budget_bytes
             if excess_bytes <= 0:
-                return timeline.steps
+                return timeline
             asked_bytes -= excess_bytes
         return None
 
@@ -144,11 +151,6 @@ class DeepStep:
         forward: list[Step] = []
         backward: list[Step] = []
         for place, plan in chosen:
-            stretch = self.stretches[place]
-
-            def whole(step: Step, stretch: Stretch = stretch) -> Step:
-                return stretch.operators[step[0]], stretch.original[step[0]][step[1]]
-
-            forward += map(whole, plan.forward)
-            backward[:0] = map(whole, plan.backward)
+            forward += self.stretches[place].whole(plan.forward)
+            backward[:0] = self.stretches[place].whole(plan.backward)
         return (*forward, *backward)

@@ -45,7 +45,7 @@ class LayerPlans:
         self.blocks = layer_blocks(bare.graph, path)
         self.deep = None
         if len(self.blocks) >= MIN_BLOCKS:
-            self.deep = DeepStep(bare, self.blocks, seed)
+            self.deep = DeepStep(bare, self.blocks, seed, self._timeline)
             for length, share in _SWEEPS:
                 self.deep.sweep(length, share * seconds, _over(share * seconds))
             over = _over(_LIGHTER_SHARE * seconds)
@@ -62,10 +62,9 @@ class LayerPlans:
         if self._pricing_seconds > 0:
             self.deep.price(budget_bytes, self._pricing_seconds, _over(self._pricing_seconds))
             self._pricing_seconds = 0.0
-        chosen = self.deep.within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP, self._timeline)
-        found = None if chosen is None else simulate(self.profile, chosen)
+        found = self.deep.within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP)
         nested = nested_plans(self.deep)
-        timeline = None if nested is None else nested.within(budget_bytes, self._timeline)
+        timeline = None if nested is None else nested.within(budget_bytes)
         if timeline is not None and timeline.peak_bytes <= budget_bytes:
             found = min(found or timeline, timeline, key=attrgetter("latency_ms"))
         return None if found is None else found.steps
@@ -87,7 +86,7 @@ class LayerPlans:
     def leanest(self, most_bytes: int) -> tuple[Step, ...] | None:
         """The schedule of the smallest peak that the plans make; None if it isn't below `most_bytes`."""
         nested = None if self.deep is None else nested_plans(self.deep)
-        timeline = None if nested is None else nested.leanest(most_bytes, self._timeline)
+        timeline = None if nested is None else nested.leanest(most_bytes)
         return None if timeline is None else timeline.steps
 
 

@@ -96,6 +96,7 @@ class NestedPlans:
         self.places = unit_places(len(deep.blocks))
         offered = deep.plans()
         self.plans: list[list[Plan]] = [offered[place] for place in self.places]
+        self.stretches = [deep.stretches[place] for place in self.places]
         self.later_bytes = [deep.later_bytes[end - 1] for _, end in self.places]
         unit_of = {
             index: unit
@@ -134,7 +135,10 @@ class NestedPlans:
     def _forward_alone(self, unit: int) -> _Forward:
         """The fastest way forward that needs no more than the part's leanest plan, or the leanest way."""
         plans = self.plans[unit]
-        ways = [self._leaving_only(unit, steps) for steps in {self._whole(unit, plan.forward) for plan in plans}]
+        ways = [
+            self._leaving_only(unit, steps)
+            for steps in {self.stretches[unit].whole(plan.forward) for plan in plans}
+        ]
         enough_bytes = min(plan.peak_bytes for plan in plans)
         fitting = [way for way in ways if way.peak_bytes <= enough_bytes]
         if fitting:
@@ -170,23 +174,11 @@ class NestedPlans:
         again = tuple(reversed(useful))
         return _Forward(first=first, first_ms=first_ms, again=again, again_ms=time_ms, peak_bytes=peak_bytes)
 
-    def _whole(self, unit: int, steps: Iterable[Step]) -> tuple[Step, ...]:
-        """Steps of a part, by the operators of the whole graph."""
-        stretch = self.deep.stretches[self.places[unit]]
-        return tuple((stretch.operators[at], stretch.original[at][choice]) for at, choice in steps)
-
-    def within(
-        self,
-        budget_bytes: int,
-        timeline_of: Callable[[tuple[Step, ...]], Timeline],
-        finished: Callable[[], bool] = lambda: False,
-    ) -> Timeline | None:
+    def within(self, budget_bytes: int, finished: Callable[[], bool] = lambda: False) -> Timeline | None:
         """The fastest schedule that the plans make within a budget; the leanest one if none fits; None without any.
 
         Args:
-            budget_bytes: no step may need more.
-            timeline_of: simulates steps, to which it may add.
-            finished: asked often.
+            budget_bytes: no step may need more. finished: asked often.
         """
         table = self._solve(self._room_bytes(budget_bytes), finished)
         if table is None:
@@ -198,7 +190,7 @@ class NestedPlans:
         with contextlib.suppress(IllegalSchedule):
             while low < high and not (leanest and finished()):
                 middle = (low + high) // 2
-                timeline = timeline_of(self._steps(table, levels[middle]))
+                timeline = self.deep.timeline_of(self._steps(table, levels[middle]))
                 if timeline.peak_bytes <= budget_bytes:
                     fitting, low = timeline, middle + 1
                 else:
@@ -207,19 +199,14 @@ class NestedPlans:
                     leanest = timeline
         return fitting or leanest
 
-    def leanest(
-        self,
-        most_bytes: int,
-        timeline_of: Callable[[tuple[Step, ...]], Timeline],
-        finished: Callable[[], bool] = lambda: False,
-    ) -> Timeline | None:
+    def leanest(self, most_bytes: int, finished: Callable[[], bool] = lambda: False) -> Timeline | None:
         """The schedule of the smallest peak that the plans make; None if it isn't below `most_bytes`."""
         found: Timeline | None = None
         with contextlib.suppress(IllegalSchedule):
             # Less room is cut into finer levels, which round less.
             while (table := self._solve(self._room_bytes(most_bytes), finished)) is not None:
                 levels = self._levels(table)
-                timeline = timeline_of(self._steps(table, levels[0])) if levels else None
+                timeline = self.deep.timeline_of(self._steps(table, levels[0])) if levels else None
                 if timeline is None or timeline.peak_bytes >= most_bytes:
                     break
                 found, most_bytes = timeline, timeline.peak_bytes
@@ -300,10 +287,10 @@ class NestedPlans:
                 return
             choice, plans = int(table.choice[first, end, level]), self.plans[first]
             if choice < len(plans):
-                plan = plans[choice]
-                run(self._whole(first, plan.forward))
+                plan, stretch = plans[choice], self.stretches[first]
+                run(stretch.whole(plan.forward))
                 go_through(first + 1, end, level - int(table.levels(plan.kept_bytes)) if end > first + 1 else level)
-                run(self._whole(first, plan.backward))
+                run(stretch.whole(plan.backward))
                 return
             cut = first + 1 + choice - len(plans)
             for unit in range(first, cut):
