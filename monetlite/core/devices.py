@@ -55,8 +55,7 @@ class Device:
     `peak_flops` is in operations per second (an addition and a multiplication are two), dense, by arithmetic:
     `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `compute_capability` is NVIDIA's
     (major, minor). `cuda` has the attributes that cuDNN plans by, under its names for them; it is empty if they
-    are not known. Of `memory_bytes`, torch reports `torch_bytes`. `sources` has the origin of the figures of
-    `memory`, `of_torch` where that is known, `peak`, `launch`, `efficiency` and `cuda`.
+    are not known. Of `memory_bytes`, torch reports `torch_bytes`. `devices.yaml` has the origin of the figures.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Device:
     efficiency: Efficiency
     aliases: tuple[str, ...]
     cuda: Mapping[str, int]
-    sources: Mapping[str, str]
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -139,16 +137,10 @@ def known_devices() -> Mapping[str, Device]:
 
 def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
     memory, peak = entry["memory"], entry["peak"]
-    launch, efficiency = data["launch_us"][entry["launch_us"]], data["efficiency"][entry["efficiency"]]
-    parts = {"memory": memory, "peak": peak, "launch": launch, "efficiency": efficiency}
+    efficiency = data["efficiency"][entry["efficiency"]]
     major, minor = entry["compute_capability"].split(".")
-    cuda = {}
-    if "of_torch" in entry:
-        parts["of_torch"] = entry["of_torch"]
-    if "cuda" in entry:
-        parts["cuda"] = entry["cuda"]
-        cuda = {**data["cuda_limits"][entry["compute_capability"]], **entry["cuda"]}
-        del cuda["source"]
+    cuda = {**data["cuda_limits"][entry["compute_capability"]], **entry["cuda"]} if "cuda" in entry else {}
+    cuda.pop("source", None)
     return Device(
         name=name,
         title=entry["title"],
@@ -156,12 +148,11 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
         torch_bytes=int(entry.get("of_torch", {"gib": TORCH_SHARE * memory["gib"]})["gib"] * 2**30),
         bandwidth_bytes_per_s=memory["bandwidth_gb_per_s"] * 1e9,
         peak_flops=MappingProxyType({kind: rate * 1e12 for kind, rate in peak.items() if kind != "source"}),
-        launch_us=float(launch["value"]),
+        launch_us=float(data["launch_us"][entry["launch_us"]]["value"]),
         compute_capability=(int(major), int(minor)),
         efficiency=Efficiency(**{kind: share for kind, share in efficiency.items() if kind != "source"}),
         aliases=tuple(entry["aliases"]),
         cuda=MappingProxyType(cuda),
-        sources=MappingProxyType({name: part["source"] for name, part in parts.items()}),
     )
 
 
