@@ -13,7 +13,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Phase
 from monetlite.core.schedule import Schedule, Status
-from monetlite.core.simulate import simulate
+from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step
 from monetlite.tracing import Inputs
 
@@ -27,6 +27,16 @@ def free_profile(graph: OperatorGraph) -> Profile:
         kind=ProfileKind.ESTIMATED,
         costs=tuple(tuple(cost for _ in operator.implementations) for operator in graph.operators),
     )
+
+
+def live_before(graph: OperatorGraph, timeline: Timeline) -> list[set[int]]:
+    """The values in memory before each step of a timeline."""
+    live: set[int] = set()
+    before = []
+    for (index, choice), frees in zip(timeline.steps, timeline.frees, strict=True):
+        before.append(live)
+        live = live.union(graph.operators[index].implementations[choice].writes) - frees
+    return before
 
 
 def recompute(

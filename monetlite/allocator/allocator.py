@@ -193,8 +193,8 @@ class Allocator:
             expandable segment may go beyond by less than a page.
 
     Attributes:
-        allocated_bytes: of the blocks in use; reserved_bytes: what it has taken from the GPU.
-        peak_allocated_bytes, peak_reserved_bytes: the most that these were.
+        allocated_bytes: of the blocks in use.
+        reserved_bytes: what it has taken from the GPU; peak_reserved_bytes: the most that this was.
         releases: how often it gave back what it could, to stay within the limit.
         failures: how often that was not enough, which on a GPU is an out-of-memory error; it goes beyond the
             limit then.
@@ -203,7 +203,7 @@ class Allocator:
     def __init__(self, *, expandable: bool, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self.peak_reserved_bytes = 0
         self.releases = self.failures = 0
         self._pools = (_Pool(expandable, SMALL_PAGE), _Pool(expandable, PAGE_BYTES))
 
@@ -220,7 +220,6 @@ class Allocator:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         block = pool.take(block, size)
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return large, block.address
 
     def _make_room(self, size: int) -> None:

@@ -28,15 +28,13 @@ class Reserved:
     """The allocator's memory for a schedule, training step after training step.
 
     Attributes:
-        peak_bytes: the most that it has reserved, what is always in memory included; allocated_bytes: the most that
-            was in use of it, which is the schedule's peak with requests rounded up to blocks.
+        peak_bytes: the most that it has reserved, what is always in memory included.
         releases: how often in a step it gives memory back to the GPU to stay within the limit, and waits for the
             GPU to do so.
         fits: whether every request is met within the limit; else there is an out-of-memory error on a GPU.
     """
 
     peak_bytes: int
-    allocated_bytes: int
     releases: int
     fits: bool
 
@@ -117,7 +115,6 @@ def _run(
                 allocator.free(blocks.pop(number))
     return Reserved(
         peak_bytes=resident_bytes + allocator.peak_reserved_bytes,
-        allocated_bytes=resident_bytes + allocator.peak_allocated_bytes,
         releases=allocator.releases - before,
         fits=not allocator.failures,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import SmallCNN, twin
-from step_lists import free_profile, recompute_everything, schedule_of
+from step_lists import free_profile, live_before, recompute_everything, schedule_of
 from thoroughness import often
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -117,7 +117,7 @@ def test_live_gradients_are_the_largest_delivery_and_a_sixteenth(build):
         for operator in graph.operators
         if operator.family == DELIVERY
     ]
-    live = simulate(profile, plain_steps(profile.graph)).live
+    live = live_before(profile.graph, simulate(profile, plain_steps(profile.graph)))
     most = max(sum(sizes[value] for value in before & gradients) for before in live)
     assert most <= max(deliveries) + sum(sizes.values()) / 16
     assert len(deliveries) > 1
