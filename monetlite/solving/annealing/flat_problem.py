@@ -26,6 +26,7 @@ from monetlite.core.steps import Step, plain_steps, reruns
 from monetlite.solving.annealing.compiled import (
     BACKWARD,
     EARLY,
+    EVERYWHERE,
     FORWARD,
     LAST_BIT,
     LATE,
@@ -47,8 +48,6 @@ from monetlite.solving.problem import Option, Problem
 
 TINY_FRACTION = 100_000
 """Values smaller than the plain peak divided by this are never dropped."""
-KEEP_ALWAYS = -1
-"""A retain mask with every bit set."""
 
 LEAN_FACTOR = 1.5
 """An implementation is chosen because it reads less if it takes at most so many times the fastest's latency."""
@@ -332,7 +331,7 @@ def _slices(rows: list[list[int]]) -> tuple[Integers, Integers]:
 def keep_everything(flat: FlatProblem) -> Integers:
     """The choices that drop nothing, and run every operator with its first group."""
     choices = numpy.zeros(flat.value_count + PARTS * flat.operator_count, dtype=numpy.int64)
-    choices[: flat.value_count] = KEEP_ALWAYS
+    choices[: flat.value_count] = EVERYWHERE
     return choices
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiled import AnnealingCost, Integers
+from monetlite.solving.annealing.compiled import EVERYWHERE, AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
-from monetlite.solving.annealing.flat_problem import KEEP_ALWAYS, encode, flatten, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
 from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
@@ -83,7 +83,7 @@ def lower_peak(
             consider(encode(flat, steps))
     bases: list[Integers] = []
     for base in (keep_everything(flat), read_least(flat)):
-        for retain in (KEEP_ALWAYS, RERUN_EVERY_TIME):
+        for retain in (EVERYWHERE, RERUN_EVERY_TIME):
             choices = base.copy()
             choices[flat.droppable] = retain
             bases.append(choices)
