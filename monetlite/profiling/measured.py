@@ -265,7 +265,7 @@ class Measurement:
     ) -> Profile:
         """The defaults, and the implementations whose costs are known."""
         costs = dict(measured) | dict(_by_family(candidates, measured))
-        graph = _of_known_costs(graph, costs)
+        graph = graph.restricted(lambda item: all(call.signature in costs for call in calls_of(graph, item)))
         graph = replace(
             graph, resident=replace(graph.resident, libraries=_library_bytes(graph, self._meter, self._room_bytes))
         )
@@ -314,11 +314,6 @@ def _by_family(candidates: Mapping[str, MeasuredCall], costs: Mapping[str, Cost]
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
-
-
-def _of_known_costs(graph: OperatorGraph, costs: Mapping[str, Cost]) -> OperatorGraph:
-    """A graph with the defaults and the implementations whose costs are known."""
-    return graph.restricted(lambda item: all(call.signature in costs for call in calls_of(graph, item)))
 
 
 def _recheck(candidates: dict[str, MeasuredCall], cache: CostCache, meter: Meter, room_bytes: float) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from monetlite.fx.torch_internals.torch_cuda import clear_cublas_workspaces
-from monetlite.fx.torch_internals.torch_profiler import is_profiling as is_profiling
 
 try:
     import resource
