@@ -199,33 +199,28 @@ class CardFit:
         fitting = [card for card in cards if card.budget_bytes >= self.leanest.peak_bytes]
         return min(fitting, key=lambda card: card.total_bytes, default=None)
 
-    @property
+    @cached_property
     def parts(self) -> Mapping[str, int]:
-        """Memory at plain training's peak, by purpose."""
-        return memory_parts(self.plain)
-
-
-def memory_parts(analysis: StepAnalysis) -> dict[str, int]:
-    """Memory at the peak by the purposes that people ask for; activations apart from logits."""
-    held = analysis.peak_bytes_of
-    graph = analysis.graph
-    losses = [operator for operator in graph.operators if operator.family.startswith(LOSS_FAMILIES)]
-    touched = {value for operator in losses for value in (*operator.implementations[0].reads, *operator.writes)}
-    counts = {math.prod(graph.values[value].shape) for value in touched if len(graph.values[value].shape) > 1}
-    inner = (Holding.STORED, Holding.RECOMPUTED, Holding.GRADIENTS)
-    logits = sum(
-        graph.values[stay.value].size_bytes
-        for stay in analysis.held_at(analysis.timeline.peak_step)
-        if analysis.holding(stay) in inner and math.prod(graph.values[stay.value].shape) in counts
-    )
-    return {
-        "weights": held[Holding.WEIGHTS],
-        "gradients": held[Holding.WEIGHT_GRADIENTS],
-        "optimizer": held[Holding.OPTIMIZER],
-        "activations": sum(held[item] for item in inner) - logits,
-        LOGITS: logits,
-        "inputs, workspace": held[Holding.INPUTS] + held[Holding.WORKSPACE],
-    }
+        """Memory at plain training's peak by the purposes that people ask for; activations apart from logits."""
+        plain = self.plain
+        graph, held = plain.graph, plain.peak_bytes_of
+        losses = [operator for operator in graph.operators if operator.family.startswith(LOSS_FAMILIES)]
+        touched = {value for item in losses for value in (*item.implementations[0].reads, *item.writes)}
+        counts = {math.prod(graph.values[value].shape) for value in touched if len(graph.values[value].shape) > 1}
+        inner = (Holding.STORED, Holding.RECOMPUTED, Holding.GRADIENTS)
+        logits = sum(
+            graph.values[stay.value].size_bytes
+            for stay in plain.held_at(plain.timeline.peak_step)
+            if plain.holding(stay) in inner and math.prod(graph.values[stay.value].shape) in counts
+        )
+        return {
+            "weights": held[Holding.WEIGHTS],
+            "gradients": held[Holding.WEIGHT_GRADIENTS],
+            "optimizer": held[Holding.OPTIMIZER],
+            "activations": sum(held[item] for item in inner) - logits,
+            LOGITS: logits,
+            "inputs, workspace": held[Holding.INPUTS] + held[Holding.WORKSPACE],
+        }
 
 
 def fit_card(
