@@ -75,9 +75,9 @@ def solve_profile(
         DeviceError: `options.reserved`, and costs that are a CPU's.
     """
     if options.reserved:
-        from monetlite.solving.reserved_budget import solve_reserved
+        from monetlite.solving.reserved_budget import ReservedSolve
 
-        return solve_reserved(profile, budget_bytes, options, starts=starts, progress=progress)
+        return ReservedSolve(profile, budget_bytes, options, starts, progress).run()
     from monetlite.solving.solver import solve_peak
 
     return solve_peak(profile, budget_bytes, options, starts=starts, progress=progress)

@@ -37,31 +37,13 @@ _STEP = 0.004
 """Part of the budget by which it is lowered from round to round, beyond the last schedule's excess."""
 
 
-def solve_reserved(
-    profile: Profile,
-    budget_bytes: int,
-    options: SolvingOptions,
-    *,
-    starts: Iterable[tuple[Step, ...]] = (),
-    progress: Callable[[Solution], None] | None = None,
-) -> Solution:
-    """Solve for a budget of reserved memory, as `monetlite.solving.solve_profile` says.
+class ReservedSolve:
+    """A solve for a budget of reserved memory, as `monetlite.solving.solve_profile` says.
 
     The result is the fastest schedule found that runs within it, `starts` included. Its bound is that of all
     schedules whose peak is within the budget, which are more. Where peaks are within the budget, but no schedule
     that runs within it was found, the result has no steps, and `reserved_bytes` is the least that any schedule
     needs that was seen.
-
-    Raises:
-        DeviceError: the costs are a CPU's.
-        SolverError: the solver is not installed.
-    """
-    refuse_without_gpu(profile)
-    return _ReservedSolve(profile, budget_bytes, options, starts, progress).run()
-
-
-class _ReservedSolve:
-    """One solve, and the time that it has.
 
     Attributes:
         candidates: schedules whose bounds hold for the budget.
@@ -76,6 +58,7 @@ class _ReservedSolve:
         starts: Iterable[tuple[Step, ...]],
         progress: Callable[[Solution], None] | None,
     ) -> None:
+        refuse_without_gpu(profile)
         self.profile, self.budget_bytes, self.options, self.progress = profile, budget_bytes, options, progress
         self.starts = list(starts)
         self.began, self.interrupts = now(), ended_early()
