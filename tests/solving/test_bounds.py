@@ -55,14 +55,14 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
     for budget in {smallest.smallest_reached_bytes, (smallest.smallest_reached_bytes + plain.peak_bytes) // 2}:
         best = exhaustive(Problem.of(profile), budget)
         assert best.status is Status.OPTIMAL
-        bound = latency_bound(
+        relaxation = Relaxation(
             Problem.of(profile),
             budget,
-            seconds=10,
             checkpoint_limit=rng.choice([2, 3, 5, 60]),
             forward_limit=rng.choice([2, 3, None]),
             value_limit=rng.choice([2, 4, 400]),
         )
+        bound = latency_bound(relaxation, seconds=10)
         assert Problem.of(profile).least_latency_ms <= bound.lower_bound_ms + 1e-9
         assert bound.lower_bound_ms <= best.latency_ms * (1 + 1e-9)
         if bound.relaxation is not None:
@@ -86,7 +86,7 @@ def test_bounds_hold_beside_costs_that_no_schedule_can_pay(seed: int) -> None:
     assert least is not None
     optimum_ms = exhaustive(problem, least).latency_ms
     assert optimum_ms is not None
-    linear = latency_bound(problem, least, seconds=10)
+    linear = latency_bound(Relaxation(problem, least), seconds=10)
     for cutoff_ms in (math.inf, optimum_ms, 1.1 * optimum_ms + 1):
         bound_ms, _ = integer_bound(linear.relaxation.program, seconds=10, cutoff_ms=cutoff_ms)
         assert bound_ms <= optimum_ms * (1 + 1e-9)

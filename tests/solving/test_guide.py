@@ -51,7 +51,7 @@ def test_guides_are_often_the_optimum_itself() -> None:
             continue
         plain = simulate(profile, plain_steps(profile.graph))
         budget_bytes = (smallest.smallest_reached_bytes + plain.peak_bytes) // 2
-        bound = latency_bound(Problem.of(profile), budget_bytes, seconds=5)
+        bound = latency_bound(Relaxation(Problem.of(profile), budget_bytes), seconds=5)
         if bound.relaxation is None:
             continue
         solutions: list[Floats] = []

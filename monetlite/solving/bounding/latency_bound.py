@@ -44,34 +44,16 @@ class LatencyBound:
     solution: Floats | None
 
 
-def latency_bound(
-    problem: Problem,
-    budget_bytes: int,
-    *,
-    seconds: float,
-    checkpoint_limit: int = 60,
-    forward_limit: int | None = None,
-    value_limit: int | None = 400,
-) -> LatencyBound:
+def latency_bound(relaxation: Relaxation, *, seconds: float) -> LatencyBound:
     """Bound the latency of every legal schedule within a budget by a linear program.
 
     Args:
-        problem: the graph and its costs, reduced.
-        budget_bytes: the budget.
+        relaxation: of the problem, for the budget.
         seconds: the most that the linear program may take; unfinished, it still gives a bound.
-        checkpoint_limit, forward_limit, value_limit: the size of the relaxation; see `Relaxation`.
     """
-    began = now()
-    relaxation = Relaxation(
-        problem,
-        budget_bytes,
-        checkpoint_limit=checkpoint_limit,
-        forward_limit=forward_limit,
-        value_limit=value_limit,
-    )
     program = relaxation.program
-    bound_ms = problem.least_latency_ms
-    highs, unit_ms = loaded(program, seconds=max(0.1, seconds - (now() - began)))
+    bound_ms = relaxation.problem.least_latency_ms
+    highs, unit_ms = loaded(program, seconds=max(0.1, seconds))
     highs.run()
     found = highs.getSolution()
     if found.dual_valid:
@@ -87,17 +69,18 @@ def latency_bounds(problem: Problem, budget_bytes: int, *, seconds: float) -> It
     model. The first that takes a quarter of the time left is the last.
 
     Args:
-        problem, budget_bytes: as for `latency_bound`. seconds: the most that all of them may take.
+        problem: the graph and its costs, reduced. budget_bytes: the budget.
+        seconds: the most that all of them may take.
     """
     deadline = now() + seconds
     for rows in COARSE_ROWS:
         began, left = now(), deadline - now()
-        yield latency_bound(
-            problem, budget_bytes, seconds=left, checkpoint_limit=rows, forward_limit=rows, value_limit=None
-        )
+        coarse = Relaxation(problem, budget_bytes, checkpoint_limit=rows, forward_limit=rows, value_limit=None)
+        yield latency_bound(coarse, seconds=deadline - now())
         if now() - began > _MAX_SHARE * left:
             return
-    yield latency_bound(problem, budget_bytes, seconds=deadline - now())
+    finest = Relaxation(problem, budget_bytes)
+    yield latency_bound(finest, seconds=deadline - now())
 
 
 def integer_bound(
