@@ -72,7 +72,8 @@ class PlanningBesideTraining:
         self._graphs = graphs
         self._less_bytes = 0
         measured = [measured_here(graph, pricing) for graph in graphs]
-        room_bytes = self._room_bytes()
+        whole = self._without_costs()
+        room_bytes = self._budget_bytes(whole) - whole.graph.resident.total
         self._measurements = [
             Measurement(graph, device, tolerance=solving.tolerance, room_bytes=room_bytes)
             for graph, device in zip(graphs, measured, strict=True)
@@ -140,15 +141,9 @@ class PlanningBesideTraining:
     def _without_costs(self) -> Profile:
         return self._steps([without_costs(graph) for graph in self._graphs])[0]
 
-    def _room_bytes(self) -> int:
-        """Memory that the budget leaves beside weights, inputs and the optimizer's state."""
-        profile = self._without_costs()
-        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-        return parse_budget(self._budget, plain_bytes) - profile.graph.resident.total
-
     def _plain_fits(self, profile: Profile) -> bool:
         plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-        return plain_bytes <= parse_budget(self._budget_of(profile), plain_bytes) and not self._solving.reserved
+        return plain_bytes <= self._budget_bytes(profile) and not self._solving.reserved
 
     def _found_soon(self, profiles: list[Profile], complete: bool) -> Schedule:
         """A schedule within seconds, by all costs or by the first ones.
@@ -168,8 +163,7 @@ class PlanningBesideTraining:
         if self._plain_fits(profile):
             if not complete:
                 plain = Solution.of_steps(profile, plain_steps(profile.graph), method="plain")
-                budget_bytes = parse_budget(self._budget_of(profile), plain.peak_bytes)
-                return as_schedule(profile, budget_bytes, plain, self._solving.tolerance)
+                return as_schedule(profile, self._budget_bytes(profile), plain, self._solving.tolerance)
             seconds = PLAIN_SECONDS
         limit = min(seconds, self._solving.time_limit)
         schedule = self._solved(profiles, replace(self._solving, time_limit=limit))
@@ -213,8 +207,8 @@ class PlanningBesideTraining:
         if all(item.done == item.total for item in self._measurements):
             assert self._first is not None
             profiles = self._steps(self._complete())
-            budget, layout = self._budget_of(profiles[0]), self._pricing.layout
-            self._process = SolvingProcess(profiles, budget, self._solving, layout, self._first)
+            budget_bytes, layout = self._budget_bytes(profiles[0]), self._pricing.layout
+            self._process = SolvingProcess(profiles, budget_bytes, self._solving, layout, self._first)
             return None
         self._credit_seconds += MEASURING_SHARE * step_seconds
         if self._credit_seconds > 0 and may_profile():
@@ -257,19 +251,17 @@ class PlanningBesideTraining:
         self, profiles: list[Profile], solving: SolvingOptions, starts: Iterable[Schedule] = ()
     ) -> Schedule:
         """A schedule, from profiles of whole steps."""
-        budget = self._budget_of(profiles[0])
+        budget_bytes = self._budget_bytes(profiles[0])
         try:
-            return solve_layouts(profiles, budget, solving, layout=self._pricing.layout, starts=starts)
+            return solve_layouts(profiles, budget_bytes, solving, layout=self._pricing.layout, starts=starts)
         except InfeasibleBudget as error:
             if unmeasured := sum(item.unmeasured for item in self._measurements):
                 raise _without_workspace(error, unmeasured) from None
             raise
 
-    def _budget_of(self, profile: Profile) -> str | int | float:
-        if not self._less_bytes:
-            return self._budget
-        plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-        return parse_budget(self._budget, plain_peak_bytes) - self._less_bytes
+    def _budget_bytes(self, profile: Profile) -> int:
+        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        return parse_budget(self._budget, plain_bytes) - self._less_bytes
 
 
 def _without_workspace(error: InfeasibleBudget, unmeasured: int) -> InfeasibleBudget:
