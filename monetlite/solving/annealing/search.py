@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
@@ -151,45 +152,36 @@ def _begin(
     return _Beginning([*starts, keep_everything(flat)], fitting[legal][0] if fitting[legal:] else math.inf)
 
 
+@dataclass
 class _Worker:
     """One thread of a search."""
 
-    def __init__(
-        self,
-        incumbent: Incumbent,
-        beginning: _Beginning,
-        guides: Sequence[tuple[Step, ...]],
-        number: int,
-        seed: int,
-        deadline: float,
-        finished: Callable[[], bool],
-        neighbour_busy: Callable[[], bool],
-        exploring_share: float,
-        penalty: float,
-    ) -> None:
-        self.incumbent = incumbent
-        self.flat = flatten(incumbent.problem)
-        self.starts = beginning.starts
-        self.guides = guides
-        self.number = number
-        self.deadline = deadline
-        self.finished = finished
-        self.exploring_share = exploring_share
-        self.neighbour_busy = neighbour_busy
-        self.workspace = Workspace(self.flat, seed * THREADS + number)
-        self.cost = AnnealingCost(budget_bytes=incumbent.budget_bytes)
-        self.best_ms = beginning.latency_ms
+    incumbent: Incumbent
+    beginning: _Beginning
+    guides: Sequence[tuple[Step, ...]]
+    number: int
+    seed: int
+    deadline: float
+    finished: Callable[[], bool]
+    neighbour_busy: Callable[[], bool]
+    exploring_share: float
+    penalty: float
+
+    def __post_init__(self) -> None:
+        self.flat = flatten(self.incumbent.problem)
+        self.workspace = Workspace(self.flat, self.seed * THREADS + self.number)
+        self.cost = AnnealingCost(budget_bytes=self.incumbent.budget_bytes)
+        self.starts, self.best_ms = self.beginning
         self.best: list[tuple[float, Integers]] = []
         """Latencies, with the choices they are of; ascending."""
         if self.best_ms < math.inf:
-            self.best.append((self.best_ms, beginning.starts[0].copy()))
-        self.total_seconds = max(1e-9, deadline - now())
-        self.turn = 0
-        self.idle = 0
+            self.best.append((self.best_ms, self.starts[0].copy()))
+        self.total_seconds = max(1e-9, self.deadline - now())
+        self.turn = self.idle = 0
         self.guided = 0
         """Number of guides that were there when it last followed one."""
-        latency_ms = incumbent.problem.least_latency_ms or 1.0
-        self.penalty_scale = penalty * latency_ms / max(1, self.flat.plain_peak_bytes)
+        latency_ms = self.incumbent.problem.least_latency_ms or 1.0
+        self.penalty_scale = self.penalty * latency_ms / max(1, self.flat.plain_peak_bytes)
 
     def work(self) -> None:
         """Anneal until the time is up, or nothing gets better any more."""
