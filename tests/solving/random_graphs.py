@@ -1,6 +1,7 @@
 """Small random training steps with asymmetric costs, so that no solver passes a test by symmetry."""
 
 import random
+from dataclasses import replace
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
@@ -60,6 +61,29 @@ def random_profile(
     if rng.random() < 0.95:
         _backward(builder, forward)
     return builder.profile()
+
+
+def with_backward_ways(rng: random.Random, profile: Profile) -> Profile:
+    """The same step, where some backward operators need a mask, and some may overwrite forward values."""
+    graph, operators, costs = profile.graph, list(profile.graph.operators), list(profile.costs)
+    for index, operator in enumerate(operators):
+        if operator.phase is not Phase.BACKWARD:
+            continue
+        ways = list(zip(operator.implementations, costs[index], strict=True))
+        masks = [v for way, _ in ways for v in way.reads if operators[graph.writer[v]].optional]
+        if masks and rng.random() < 0.5:
+            mask = rng.choice(masks)
+            ways = [(way, cost) for way, cost in ways if mask in way.reads]
+        way, cost = rng.choice(ways)
+        made = [
+            v for v in way.reads if operators[graph.writer[v]].phase is Phase.FORWARD and not graph.values[v].held
+        ]
+        if made and rng.random() < 0.7:
+            over = replace(way, name="over", overwrites=tuple({*way.overwrites, rng.choice(made)}))
+            ways.append((over, replace(cost, latency_ms=cost.latency_ms * rng.choice([0.3, 1.0, 1.5]))))
+        operators[index] = replace(operator, implementations=tuple(way for way, _ in ways))
+        costs[index] = tuple(cost for _, cost in ways)
+    return replace(profile, graph=replace(graph, operators=tuple(operators)), costs=tuple(costs))
 
 
 def random_blocks(rng: random.Random, blocks: int, operators: int = 3) -> Profile:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_graphs import random_profile
+from random_graphs import random_profile, with_backward_ways
 
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -69,6 +69,22 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
             cutoff = rng.choice([float("inf"), best.latency_ms])
             tight, _ = integer_bound(bound.relaxation.program, seconds=10, cutoff_ms=cutoff)
             assert bound.lower_bound_ms * (1 - 1e-5) <= tight <= best.latency_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bounds_hold_where_backward_operators_overwrite_and_need_masks(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = Problem.of(with_backward_ways(rng, random_profile(rng, forward_operators=rng.randint(3, 5))))
+    smallest = exhaustive_smallest_peak(problem)
+    assert smallest.smallest_reached_bytes is not None
+    assert smallest_budget_bound(problem) <= smallest.smallest_reached_bytes
+    plain = simulate(problem.profile, plain_steps(problem.graph))
+    for budget in {smallest.smallest_reached_bytes, (smallest.smallest_reached_bytes + plain.peak_bytes) // 2}:
+        best = exhaustive(problem, budget)
+        assert best.status is Status.OPTIMAL
+        bound = latency_bound(Relaxation(problem, budget, checkpoint_limit=rng.choice([2, 60])), seconds=10)
+        tight, _ = integer_bound(bound.relaxation.program, seconds=10)
+        assert max(bound.lower_bound_ms, tight) <= best.latency_ms * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(30))
