@@ -182,8 +182,6 @@ def exhaustive(
         An optimal solution (feasible if latency does not matter), an infeasible one, or where it gave up one of
         status timeout with a bound.
     """
-    if not problem.runnable:
-        return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
     space = _Space(problem, latency_matters=latency_matters)
     deadline = now() + seconds
     limit_bytes = budget_bytes - problem.resident_bytes
