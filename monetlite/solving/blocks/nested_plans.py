@@ -140,10 +140,7 @@ class NestedPlans:
             for steps in {self.stretches[unit].whole(plan.forward) for plan in plans}
         ]
         enough_bytes = min(plan.peak_bytes for plan in plans)
-        fitting = [way for way in ways if way.peak_bytes <= enough_bytes]
-        if fitting:
-            return min(fitting, key=lambda way: (way.again_ms, way.peak_bytes))
-        return min(ways, key=lambda way: (way.peak_bytes, way.again_ms))
+        return min(ways, key=lambda way: (max(enough_bytes, way.peak_bytes), way.again_ms, way.peak_bytes))
 
     def _leaving_only(self, unit: int, steps: Sequence[Step]) -> _Forward:
         """The way that takes of these steps what has to run for what leaves a part."""
