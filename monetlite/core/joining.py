@@ -298,8 +298,8 @@ class _Joiner:
             ways = tuple(self._moved(number, item, default) for item in operator.implementations)
             once = index in self.pieces[number].once or not handed_on.isdisjoint(operator.writes)
             if operator.family == LOSS:
-                ways = (self._behind(number, ways[0]),)
-                costs = (self._cost_behind(number, ways[0]),)
+                way, cost = self._behind(number, ways[0])
+                ways, costs = (way,), (cost,)
             elif index == len(graph.operators) - 1:
                 held = {self.passed[number]}
                 if deliveries < 2 and self.keeps_gradients:  # the first of a chain of nodes returns at once
@@ -322,7 +322,7 @@ class _Joiner:
                 )
             )
 
-    def _behind(self, number: int, loss: Implementation) -> Implementation:
+    def _behind(self, number: int, loss: Implementation) -> tuple[Implementation, Cost]:
         """The backward part of the code behind a piece: it takes gradients of the pieces after it."""
         given_back = self._given_back(number + 1)
         room_bytes = self._size(loss.writes)
@@ -334,8 +334,8 @@ class _Joiner:
         of, kept = self.outside[number + 1], self.kept[number + 1]
         outputs = set(loss.reads) - self.gone[number]
         freed_bytes = of.freed_output_bytes + self._size([kept, *given_back])
-        if number < len(self.pieces) - 1:
-            freed_bytes += self._added_bytes(number + 1)
+        if number < len(self.pieces) - 1:  # gradients of the next piece go once they are added to others
+            freed_bytes += self._size(value + self.first[number + 1] for value in self.pieces[number + 1].added)
         new_bytes = of.gradient_bytes + self._size(loss.writes)
         left_bytes = of.backward_change_bytes + freed_bytes - new_bytes
         taken = []
@@ -347,20 +347,17 @@ class _Joiner:
             overwrites.append(taken[-1])
         self.left = [value for value in self.left if value not in taken]
         self.left.append(self._value(f"outside {number + 1}: left", max(0, left_bytes), ValueKind.GRADIENT))
-        return replace(
+        way = replace(
             loss,
             reads=tuple(sorted({*outputs, *given_back, *taken, kept})),
             writes=(*loss.writes, self.gradients[number + 1], self.left[-1]),
             overwrites=tuple(overwrites),
         )
+        workspace_bytes = max(0, of.backward_bytes - self._size(way.writes) + self._size(way.overwrites))
+        return way, Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _size(self, values: Iterable[int]) -> int:
         return sum(self.values[value].size_bytes for value in values)
-
-    def _cost_behind(self, number: int, loss: Implementation) -> Cost:
-        of = self.outside[number + 1]
-        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + self._size(loss.overwrites))
-        return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _given_back(self, outside: int) -> list[int]:
         """Gradients that code outside takes of the pieces behind it."""
@@ -370,10 +367,6 @@ class _Joiner:
             for value, to in piece.handed_back.items()
             if to == outside
         ]
-
-    def _added_bytes(self, number: int) -> int:
-        """Bytes of a piece's gradients that go once they are added to others."""
-        return self._size(value + self.first[number] for value in self.pieces[number].added)
 
     def _moved(self, number: int, item: Implementation, default: Implementation) -> Implementation:
         by = self.first[number]
