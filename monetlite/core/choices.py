@@ -3,7 +3,6 @@
 The rules say the rest: forward operators run in order, then backward operators in order.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +37,7 @@ class Choices:
     @classmethod
     def of_steps(cls, graph: OperatorGraph, steps: Sequence[Step]) -> "Choices":
         """The choices that a legal sequence of steps makes."""
-        before: dict[str, list[Run]] = defaultdict(list)
+        before: dict[str, tuple[Run, ...]] = {}
         implementations: dict[str, str] = {}
         waiting: list[Run] = []
         ran: set[int] = set()
@@ -50,12 +49,11 @@ class Choices:
                 continue
             ran.add(index)
             if waiting:
-                before[operator.name].extend(waiting)
-                waiting = []
+                before[operator.name], waiting = tuple(waiting), []
             if choice != 0:
                 implementations[operator.name] = chosen
         return cls(
-            before={name: tuple(runs) for name, runs in before.items()},
+            before=before,
             implementations=implementations,
             stored=tuple(graph.values[value].name for value in stored_values(graph, steps)),
         )
