@@ -15,11 +15,13 @@ import monetlite
 from monetlite.core.blocks import find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
+from monetlite.core.graph import DELIVERY
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.baselines import checkpointing_settings
 from monetlite.solving.blocks.block_plans import PlanSearch
 from monetlite.solving.blocks.deep_step import DeepStep, in_blocks
+from monetlite.solving.blocks.layer_plans import LayerPlans
 from monetlite.solving.blocks.nested_plans import MOST_UNITS, NestedPlans, nested_plans, unit_places
 from monetlite.solving.smallest import smallest_budget
 
@@ -200,3 +202,36 @@ def test_parts_hold_each_block_once(blocks: int) -> None:
 
 def test_nothing_is_nested_while_plans_are_missing(tower: Profile) -> None:
     assert nested_plans(DeepStep(tower, find_blocks(tower.graph), seed=0)) is None
+
+
+def test_layers_are_planned_where_autograd_copies_gradients() -> None:
+    """Two weights of each layer have the same gradient, of which autograd copies one."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.one, self.other = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x + (self.one + self.other)).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with torch.device("meta"):
+        graph = monetlite.trace(Model(), torch.empty(4096, WIDTH), device="rtx-3090")
+    assert any(operator.writes for operator in graph.operators if operator.family == DELIVERY)
+    profile = monetlite.profile(graph, device="rtx-3090", optimizer="adamw")
+    plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    plans = LayerPlans(profile, "layers", seconds=1.0, seed=0)
+    for steps in (plans.within(int(0.8 * plain_bytes)), plans.leanest(plain_bytes)):
+        assert steps is not None
+        assert simulate(profile, steps).peak_bytes <= 0.8 * plain_bytes

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from monetlite.core.blocks import Block, find_blocks
 from monetlite.core.costs import Profile
-from monetlite.core.graph import DELIVERY, OperatorGraph, Phase
+from monetlite.core.graph import DELIVERY, Implementation, OperatorGraph, Phase
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step
 from monetlite.solving.baselines import layer_numbers
@@ -97,8 +97,15 @@ def _over(seconds: float) -> Callable[[], bool]:
 
 
 def _only(profile: Profile, operators: list[int]) -> Profile:
-    """A profile of some of the operators."""
-    graph = replace(profile.graph, operators=tuple(profile.graph.operators[at] for at in operators))
+    """A profile of some of the operators. They read nothing of the others."""
+    own = [profile.graph.operators[at] for at in operators]
+    written = {value for operator in own for value in operator.writes}
+
+    def bare(way: Implementation) -> Implementation:
+        return replace(way, reads=tuple(value for value in way.reads if value in written))
+
+    left = tuple(replace(item, implementations=tuple(map(bare, item.implementations))) for item in own)
+    graph = replace(profile.graph, operators=left)
     return replace(profile, graph=graph, costs=tuple(profile.costs[at] for at in operators))
 
 

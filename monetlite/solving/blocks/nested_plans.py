@@ -118,9 +118,9 @@ class NestedPlans:
         self.gradient_bytes = np.zeros(count + 1, dtype=np.int64)
         """Bytes of gradients that go from the parts behind a cut to those before it."""
         self.leaving: list[set[int]] = [set() for _ in range(count)]
-        for value, info in enumerate(graph.values):
-            operator = graph.operators[graph.writer[value]]
-            unit, readers = unit_of[graph.writer[value]], [unit_of[at] for at in self.deep.cut.readers[value]]
+        for value, writer in graph.writer.items():
+            info, operator = graph.values[value], graph.operators[writer]
+            unit, readers = unit_of[writer], [unit_of[at] for at in self.deep.cut.readers[value]]
             if operator.phase is Phase.BACKWARD:
                 if not info.held and readers:
                     self.gradient_bytes[min(readers) + 1 : unit + 1] += info.size_bytes
