@@ -101,9 +101,7 @@ class _Space:
         while missing & ~seen:
             value = (missing & ~seen).bit_length() - 1
             seen |= 1 << value
-            operator = problem.maker.get(value)
-            if operator is None:
-                return math.inf
+            operator = problem.graph.writer[value]
             if problem.position.get(operator, -1) >= done:
                 continue  # the main run still will make it
             optional = operator in self.ran_bit

@@ -166,12 +166,6 @@ class Problem:
         return {operator: at for at, operator in enumerate(self.main)}
 
     @cached_property
-    def maker(self) -> dict[int, int]:
-        """The operator that writes each value, of those that can run."""
-        writing = enumerate(self.options)
-        return {value: operator for operator, options in writing for option in options for value in option.writes}
-
-    @cached_property
     def must_read(self) -> tuple[frozenset[int], ...]:
         """For each operator, the values that it reads in every implementation."""
         return tuple(_common(option.reads for option in options) for options in self.options)

@@ -154,7 +154,7 @@ def flatten(problem: Problem) -> FlatProblem:
             for value in reads_of(operator):
                 readers[value].append(index)
     values = [
-        (value.size_bytes, int(value.held), problem.maker.get(index, -1), *listed(readers[index]))
+        (value.size_bytes, int(value.held), graph.writer.get(index, -1), *listed(readers[index]))
         for index, value in enumerate(graph.values)
     ]
     return FlatProblem(
@@ -166,10 +166,10 @@ def flatten(problem: Problem) -> FlatProblem:
             options=_rows(options, 4),
             latency_ms=numpy.array(latency_ms, dtype=numpy.float64),
             lists=_integers(lists),
-            agenda=_rows(list(_agenda(graph, problem.maker)), 2),
+            agenda=_rows(list(_agenda(graph)), 2),
             resident_bytes=graph.resident.total,
         ),
-        droppable=_droppable(graph, problem.maker, plain.peak_bytes // TINY_FRACTION),
+        droppable=_droppable(graph, plain.peak_bytes // TINY_FRACTION),
         groups=groups_of,
         plain_peak_bytes=plain.peak_bytes,
     )
@@ -196,7 +196,7 @@ def _pareto(options: Iterable[Option], again: bool) -> list[Option]:
     return kept
 
 
-def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int, int]]:
+def _agenda(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
     """Every place where an operator may have its first run in the forward part; then the backward operators.
 
     An optional operator's early place is right after the last of its inputs is written; its late place is
@@ -213,7 +213,7 @@ def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int,
     for index, operator in enumerate(graph.operators):
         if operator.phase is Phase.FORWARD and operator.optional and forward:
             reads = operator.implementations[0].reads
-            ready = max((written_at[writer[value]] for value in reads), default=0)
+            ready = max((written_at[graph.writer[value]] for value in reads), default=0)
             written_at[index] = ready
             early[ready].append(index)
             late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(index)
@@ -226,11 +226,11 @@ def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int,
             yield index, BACKWARD
 
 
-def _droppable(graph: OperatorGraph, writer: dict[int, int], tiny_bytes: int) -> Integers:
+def _droppable(graph: OperatorGraph, tiny_bytes: int) -> Integers:
     chosen: list[int] = []
     for index, value in enumerate(graph.values):
-        if index in writer and not value.held and value.size_bytes >= tiny_bytes:
-            operator = graph.operators[writer[index]]
+        if index in graph.writer and not value.held and value.size_bytes >= tiny_bytes:
+            operator = graph.operators[graph.writer[index]]
             if operator.phase is Phase.FORWARD and operator.rerunnable:
                 chosen.append(index)
     return _integers(chosen)
@@ -251,7 +251,7 @@ def _moves(flat: FlatProblem) -> Moves:
         if operator.phase is Phase.BACKWARD:
             reads = {value for value in reads_of(operator) if is_droppable[value]}
             if reads:
-                anchored[flat.problem.maker[max(reads)]].append(index)
+                anchored[graph.writer[max(reads)]].append(index)
     looks: dict[object, int] = {}
     look: list[int] = []
     for operator, groups_of in zip(graph.operators, flat.groups, strict=True):
@@ -354,8 +354,8 @@ def read_least(flat: FlatProblem) -> Integers:
         )
         choices[values + PART_FIRST * flat.operator_count + operator] = groups.index(chosen)
         for value in chosen.reads:
-            writer = flat.problem.maker.get(value)
-            if writer is not None and flat.graph.operators[writer].optional:
+            writer = flat.graph.writer[value]
+            if flat.graph.operators[writer].optional:
                 choices[values + PART_PLACE * flat.operator_count + writer] = EARLY
     return choices
 

@@ -59,7 +59,7 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
                 ran.add(operator)
                 yield operator, option.choice
                 continue
-            maker = problem.maker.get(missing[0])
+            maker = problem.graph.writer[missing[0]]
             if maker not in problem.extra_set or len(waiting) > len(problem.options):
                 raise _NoWay
             waiting.append((maker, cheapest(maker, missing[0])))
@@ -69,7 +69,7 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
         for options in relaxation.chosen
     ]
     stored = {value for value, column in relaxation.stored.items() if solution[column] > 0.5}
-    early = {problem.maker[value] for value in stored}.difference(problem.position)
+    early = {problem.graph.writer[value] for value in stored}.difference(problem.position)
     for at in range(forward):
         yield from run(main[at], chosen[at])
         for operator in sorted(early):

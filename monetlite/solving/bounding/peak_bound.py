@@ -28,7 +28,7 @@ class CertainLifetimes:
 
     def pinned(self, value: int, at: int) -> bool:
         """True if `fixed_bytes[at]` counts the value."""
-        return self.pinned_until[value] >= at > self.problem.position[self.problem.maker[value]]
+        return self.pinned_until[value] >= at > self.problem.position[self.problem.graph.writer[value]]
 
     def own_bytes(self, at: int, option: Option, modelled: frozenset[int] = frozenset()) -> int:
         """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
@@ -53,7 +53,7 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
                 forward_until[value] = at
     change = [0] * (count + 1)
     for value in range(len(problem.size_bytes)):
-        maker = problem.maker.get(value, -1)
+        maker = problem.graph.writer.get(value, -1)
         if maker not in problem.position or value not in problem.always_writes[maker]:
             pinned_until[value] = -1
             continue
@@ -110,7 +110,7 @@ def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Opti
     # backward part, and those that some implementations leave out, are not followed: 0 is a bound for them.
     followed = np.zeros(len(size), dtype=bool)
     made_at = np.full(len(size), count, dtype=np.int64)
-    for value, maker in problem.maker.items():
+    for value, maker in problem.graph.writer.items():
         made_at[value] = problem.position.get(maker, count)
         followed[value] = problem.is_forward(maker) and value in problem.always_writes[maker]
     peak = np.zeros(len(size), dtype=np.int64)

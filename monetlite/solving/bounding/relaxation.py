@@ -96,7 +96,7 @@ class Relaxation:
         self.scale = 1.0 / max(abs(self.room), 1.0)
         self.values = _modelled_values(problem, value_limit)
         self.modelled = frozenset(self.values)
-        self.maker = problem.maker
+        self.maker = problem.graph.writer
         self.plain_bytes = _plain_bytes(problem)
         forward, backward = range(problem.forward_main), range(problem.forward_main, len(problem.main))
         self.forward_rows = frozenset(self._neediest(forward, forward_limit))
@@ -133,8 +133,8 @@ class Relaxation:
         problem, waiting, certain = self.problem, list(self.problem.main), set[int]()
         while waiting:
             for value in problem.must_read[waiting.pop()]:
-                maker = self.maker.get(value)
-                if maker is not None and maker not in problem.position and maker not in certain:
+                maker = self.maker[value]
+                if maker not in problem.position and maker not in certain:
                     certain.add(maker)
                     waiting.append(maker)
         modelled = {self.maker[value] for value in self.values} & problem.extra_set
@@ -232,8 +232,8 @@ class Relaxation:
         if operator not in early:
             early[operator] = self.program.column(self.problem.least_ms(operator))
             for value in self.problem.must_read[operator]:
-                maker = self.maker.get(value)
-                if maker is not None and maker not in self.problem.position:
+                maker = self.maker[value]
+                if maker not in self.problem.position:
                     self.program.row([(early[operator], 1.0), (self._early_run(maker), -1.0)], 0.0)
         return early[operator]
 
@@ -399,7 +399,7 @@ def _modelled_values(problem: Problem, limit: int | None) -> list[int]:
     """The forward values whose liveness is decided: the largest that are written in every implementation."""
     candidates = [
         value
-        for value, maker in sorted(problem.maker.items())
+        for value, maker in sorted(problem.graph.writer.items())
         if problem.size_bytes[value] > 0
         and not problem.held[value]
         and problem.is_forward(maker)
