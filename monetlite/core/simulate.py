@@ -6,6 +6,7 @@ overwrites. The rules are those of the solver instances made from the measuremen
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
@@ -19,18 +20,29 @@ class Timeline:
     """Memory and latency of a schedule, step by step.
 
     `memory_bytes[i]` is the memory of step i and `workspace_bytes[i]` its workspace, `latencies_ms[i]` its latency
-    on the device, `hosts_ms[i]` the time of the host for it and `frees[i]` the values that die at it. The forward
-    part ends at `border`.
+    on the device, `hosts_ms[i]` the time of the host for it, `writes[i]` the values that it writes and `frees[i]`
+    those that die at it. The forward part ends at `border`.
     """
 
     steps: tuple[Step, ...]
     memory_bytes: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     latencies_ms: tuple[float, ...]
+    writes: tuple[tuple[int, ...], ...]
     frees: tuple[frozenset[int], ...]
     resident_bytes: int
     hosts_ms: tuple[float, ...]
     border: int
+
+    @cached_property
+    def live(self) -> tuple[frozenset[int], ...]:
+        """The values in memory before each step. Takes memory quadratic in the number of steps."""
+        live: set[int] = set()
+        before: list[frozenset[int]] = []
+        for writes, frees in zip(self.writes, self.frees, strict=True):
+            before.append(frozenset(live))
+            live = (live | set(writes)) - frees
+        return tuple(before)
 
     @property
     def peak_bytes(self) -> int:
@@ -103,6 +115,7 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
         memory_bytes=tuple(memory),
         workspace_bytes=tuple(workspaces),
         latencies_ms=tuple(latencies),
+        writes=tuple(graph.operators[index].implementations[choice].writes for index, choice in steps),
         frees=frees,
         resident_bytes=graph.resident.total,
         hosts_ms=tuple(hosts),
