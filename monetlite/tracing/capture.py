@@ -51,6 +51,7 @@ from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
+from monetlite.fx.torch_internals.torch_varying import fractions_by_value
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
 from monetlite.tracing.attention_masks import keeps_cache, masks_as_plain
 from monetlite.tracing.joint_graphs import prepare
@@ -350,7 +351,8 @@ def capture_settings(programs: int | None = None) -> Iterator[None]:
     """Change torch as a capture of a whole model needs it, for the time of a block, in one thread at a time.
 
     Log messages are skipped, prints come afterwards, errors are not logged, branches that only raise are
-    assertions, kernels are not taken apart, and code that asks whether it is compiled gets plain training's answer.
+    assertions, kernels are not taken apart, remainders of fractions are Python's, and code that asks whether it is
+    compiled gets plain training's answer.
 
     Args:
         programs: that TorchDynamo compiles of one function at most, where it isn't MAX_PROGRAMS.
@@ -364,6 +366,7 @@ def capture_settings(programs: int | None = None) -> Iterator[None]:
         branches_captured(),
         said_to_be_plain(but_in=_TOLD),
         scaled_sums_kept_whole(),
+        fractions_by_value(),
         classes_known(),
         dynamo_settings(
             recompile_limit=programs or MAX_PROGRAMS,

@@ -42,6 +42,7 @@ BY_THEMSELVES = {
     "size": lambda h, number: h + h[:, : int(number * 20) + 2].sum(-1, keepdim=True),
     "rounded down": lambda h, number: h * (1 + number // 0.1),
     "remainder": lambda h, number: h * (1 + number % 0.15),
+    "side of a remainder": lambda h, number: h * (2 if number % 1.0 > 0.4 else 3),
     "text": lambda h, number: h * float(f"{number:.1f}"),
     "both": lambda h, number: F.dropout(h * number, number),
 }
@@ -105,12 +106,44 @@ def test_one_program_serves_all_values_where_the_best_plan_is_waited_for(capture
     ("use", "attribute"),
     often(
         itertools.product(BY_THEMSELVES, [False, True]),
-        *[("dropout", False)],
+        *[("dropout", False), ("side of a remainder", False)],
     ),
 )
 def test_values_that_an_operator_has_to_know_are_captured_each(use, attribute):
     for _ in trained(Scheduled(BY_THEMSELVES[use]), torch.float32, attribute, VALUES if THOROUGH else VALUES[:4]):
         pass
+
+
+PARTS = {
+    "of a size": lambda x: len(x) / 2 % 1 > 0.3,
+    "whole, of a size": lambda x: len(x) / 10 // 0.1 > 9.5,
+    "of data": lambda x: x.sum().item() % 1.0 > 0.5,
+    "whole, of data": lambda x: 1.0 // (x.mean().item() * 2) > 0,
+}
+"""Sides of a branch, by parts of fractions."""
+
+
+class OnParts(nn.Module):
+    """Branches on a part of a fraction."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.first, self.last, self.part = nn.Linear(8, 8), nn.Linear(8, 8), part
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * (2 if self.part(x) else 3))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_branch_on_a_part_of_a_fraction_is_plain_training_s(part):
+    model = OnParts(PARTS[part])
+    planned = monetlite.within(twin(model), **PLANNING)
+    sides = set()
+    for number in (8, 6, 7, 10, 5, 9):
+        x = torch.rand(number, 8, generator=torch.Generator().manual_seed(number))
+        sides.add(model.part(x))
+        assert_same(step(planned, (x,)), step(model, (x,)))
+    assert len(sides) == 2 or part == "whole, of a size", "which torch takes for 10 with ten rows, and Python for 9"
 
 
 def test_a_branch_on_a_number_is_captured_for_each_side(captures):

@@ -10,10 +10,12 @@
 | `SymNodeVariable.create` | makes comparisons of such numbers; one that a variable holds would fix the number |
 | `TorchInGraphFunctionVariable._get_handlers` | functions that take symbols; `torch.as_tensor` would fix a size |
 | `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
+| `SymNode.mod`, `.guard_float`, `.wrap_float` | remainders; branches on those of fractions would be wrong |
 """
 
 import types
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 from unittest import mock
@@ -28,6 +30,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.sym_node import SymNode
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_symbols import marked_as_varying, unmarked
@@ -40,6 +43,8 @@ _wrap_float, _wrap_int = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_sym
 _dynamic_sizes = _builder._automatic_dynamic
 _text = LazySymNodeFormatString.__init__
 _create = SymNodeVariable.create
+_remainder = SymNode.mod
+_Fraction: Any = torch.SymFloat
 
 
 class VaryingNumbers:
@@ -203,6 +208,39 @@ def _as_tensor_of_symbols() -> AbstractContextManager[Any]:
     """Have `torch.as_tensor` take symbols as `torch.tensor` does, which are made constants otherwise."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
     return mock.patch.dict(handlers, {torch.as_tensor: handlers[torch.tensor]})
+
+
+def fractions_by_value() -> AbstractContextManager[None]:
+    """Have remainders and whole quotients of fractions computed as Python does, for the time of a block.
+
+    Torch takes remainders of symbols for whole numbers, so `n / 2 % 1` is 0 for each n, and rounds a quotient
+    before it takes its whole part (1.0 // 0.1). Here both are of the capture's values, and it is for these alone.
+    """
+    return patched(
+        mock.patch.object(SymNode, "mod", _remainder_of_values),
+        *(
+            mock.patch.object(number, name, _quotient_of_values(getattr(number, name), swapped))
+            for number in (torch.SymInt, torch.SymFloat)
+            for name, swapped in (("__floordiv__", False), ("__rfloordiv__", True))
+        ),
+    )
+
+
+def _remainder_of_values(one: SymNode, other: SymNode) -> SymNode:
+    if one.is_int() and other.is_int():
+        return _remainder(one, other)
+    return one.wrap_float(one.guard_float("", 0) % other.guard_float("", 0))
+
+
+def _quotient_of_values(of_symbols: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def quotient(one: torch.SymInt | torch.SymFloat, other: Any) -> Any:
+        numbers = (other, one) if swapped else (one, other)
+        if not any(isinstance(item, float | torch.SymFloat) for item in numbers):
+            return of_symbols(one, other)
+        dividend, divisor = map(float, numbers)
+        return _Fraction(one.node.wrap_float(dividend // divisor))
+
+    return quotient
 
 
 def _on_its_side(*args: Any, **options: Any) -> Any:
