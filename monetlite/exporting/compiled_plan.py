@@ -19,13 +19,12 @@ from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.plan_file import module_text, told
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_partitioner import partitioned_by
 from monetlite.planning.compile_budget import UNASKED, PartitionSolver
-from monetlite.tracing.capture import faked, without_meta
+from monetlite.tracing.capture import without_memory
 from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.step_inputs import Inputs, split_inputs
 
@@ -67,11 +66,8 @@ def compile_plan(
         InfeasibleBudget: no choice fits. TraceError: the model can't be captured as one graph.
         ModelError: this torch's partitioner takes no solver of others.
     """
-    mode, stand_in = FakeTensorMode(allow_non_fake_inputs=True), torch.device(device)
-    model = without_meta(model, mode, stand_in)
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: faked(tensor, mode, stand_in), split_inputs(example_inputs)
-    )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model, args, kwargs = without_memory(model, split_inputs(example_inputs), mode, device)
     solver, found = PartitionSolver(budget_bytes, outputs), list[CompiledPlan]()
     compile_graph = inductor_backend()
 

@@ -289,11 +289,7 @@ def capture(
         raise _Captured
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_in = torch.device(meta_device)
-    model = without_meta(model, mode, stand_in)
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: faked(tensor, mode, stand_in), (args, dict(kwargs))
-    )
+    model, args, kwargs = without_memory(model, (args, kwargs), mode, meta_device)
     compiled = aot_backend(keep, forward=boxed, backward=boxed)
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -400,35 +396,23 @@ def many_programs(kept: int = 0) -> str:
     )
 
 
-def faked(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:
-    """A fake tensor like another; one on the meta device stands for one on `meta_device`."""
-    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
-        return tensor
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        device = meta_device if tensor.is_meta else tensor.device
-        fake = FakeTensor(mode, tensor.detach().to("meta"), device)
-        return fake.requires_grad_(tensor.requires_grad)
-    return mode.from_tensor(tensor, static_shapes=True)
+def without_memory(
+    model: nn.Module, inputs: tuple[tuple[Any, ...], Mapping[str, Any]], mode: FakeTensorMode, meta_device: str
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model, its positional and its keyword arguments, to be captured on fake tensors.
 
+    What is on the meta device stands for what is on `meta_device`. A model on another device comes back as it is.
+    """
 
-def without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.device) -> nn.Module:
-    """A model on the meta device, as one on a real device without memory; any other model unchanged."""
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return model
-    model = copy.deepcopy(model)
-    fakes: dict[int, Any] = {}
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            device = torch.device(meta_device) if tensor.is_meta else tensor.device
+            fake = FakeTensor(mode, tensor.detach().to("meta"), device)
+            return fake.requires_grad_(tensor.requires_grad)
+        return mode.from_tensor(tensor, static_shapes=True)
 
-    def fake(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in fakes:
-            replacement: Any = faked(tensor, mode, meta_device)
-            if isinstance(tensor, nn.Parameter):
-                replacement = nn.Parameter(replacement.detach(), requires_grad=tensor.requires_grad)
-            fakes[id(tensor)] = replacement
-        return fakes[id(tensor)]
-
-    for module in model.modules():
-        for named in (module.named_parameters, module.named_buffers):
-            for name, tensor in list(named(recurse=False, remove_duplicate=False)):
-                if tensor.is_meta:
-                    setattr(module, name, fake(tensor))
-    return model
+    args, kwargs = pytree.tree_map_only(torch.Tensor, faked, (inputs[0], dict(inputs[1])))
+    fakes: dict[int, Any] = {id(item): faked(item) for item in model.buffers() if item.is_meta}
+    for item in filter(operator.attrgetter("is_meta"), model.parameters()):
+        fakes[id(item)] = nn.Parameter(faked(item).detach(), requires_grad=item.requires_grad)
+    return copy.deepcopy(model, fakes) if fakes else model, args, kwargs
