@@ -52,14 +52,16 @@ def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, 
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
-def leaves_in_order(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """Leaves of a call's arguments in the order of the forward pass's parameters; those of `**kwargs` by name.
+def tensors_in_order(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[torch.Tensor]:
+    """Tensors of a call's arguments in the order of the forward pass's parameters; those of `**kwargs` by name.
 
     A forward pass that takes only `*args, **kwargs` doesn't say which of its positional arguments has which name.
     Arguments that don't fit the signature come as they are: the model itself refuses them.
     """
     bound = _by_parameter(model, args, kwargs) if kwargs else None
-    return pytree.tree_leaves((args, dict(kwargs)) if bound is None else list(bound.values()))
+    return tensors_among((args, dict(kwargs)) if bound is None else list(bound.values()))
 
 
 def _by_parameter(
@@ -84,13 +86,6 @@ def tensor_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Mapping
         # Arguments of `**kwargs` have names of their own.
         named |= value if isinstance(value, dict) and not value.keys().isdisjoint(kwargs) else {name: value}
     return [name for name, value in named.items() if tensors_among(value)]
-
-
-def tensors_in_order(
-    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> list[torch.Tensor]:
-    """Tensors among the leaves of a call's arguments, in the order of `leaves_in_order`."""
-    return tensors_among(leaves_in_order(model, args, kwargs))
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
