@@ -34,7 +34,11 @@ class OutsideLoss:
 
     def __init__(self) -> None:
         self.memory: LossMemory | None = None
-        self._record: _Record | None = None
+        self._growth: AllocatedGrowth | None = None
+        """Of the step that is measured, from the end of its forward pass on."""
+        self._outputs_bytes = 0
+        self._found: LossMemory | None = None
+        """Memory of its loss, once its backward pass has begun, if that can be known."""
         self._steps = self._more_steps = 0
         self._planned: tuple[OperatorGraph, tuple[Step, ...]] | None = None
         self._captured = False
@@ -56,22 +60,30 @@ class OutsideLoss:
         if self._captured:
             gc.collect()  # so that what the capture leaves behind is not freed meanwhile
             self._captured = False
-        self._record = _Record(device, outputs_bytes)
+        self._growth, self._outputs_bytes, self._found = AllocatedGrowth(device), outputs_bytes, None
         return True
 
     def backward_begins(self) -> None:
         """Note that the loss has been computed."""
-        if self._record is not None:
-            self._record.end()
+        ended = None if self._growth is None else self._growth.end()
+        if ended is not None:
+            # Beside the gradients of the outputs, which a plan counts.
+            whole, (now, most) = self._outputs_bytes, ended
+            kept_bytes = self._noteworthy(now - whole)
+            taken_bytes = self._noteworthy(most - whole - kept_bytes)
+            self._found = LossMemory(kept=kept_bytes / whole, taken=taken_bytes / whole)
+
+    def _noteworthy(self, size_bytes: int) -> int:
+        return size_bytes if size_bytes > max(NOISE_BYTES, NOISE_SHARE * self._outputs_bytes) else 0
 
     def measured(self) -> LossMemory | None:
         """The memory of the loss, if the last step showed that it takes any, or more than was known."""
-        record, self._record = self._record, None
-        if record is None:
+        growth, self._growth = self._growth, None
+        if growth is None:
             return None
-        record.end(found=False)
-        self._more_steps = self._more_steps - 1 if record.was_late else 0
-        found, known = record.found, self.memory
+        growth.end()  # if no backward pass has begun
+        found, known = self._found, self.memory
+        self._more_steps = self._more_steps - 1 if found is not None and growth.was_late else 0
         if found is not None and known is not None:
             found = LossMemory(kept=max(known.kept, found.kept), taken=max(known.taken, found.taken))
         if found is None or found == known:
@@ -100,31 +112,3 @@ class OutsideLoss:
             f"with the loss outside of the model, this step takes at least {format_bytes(peak_bytes)}, over the "
             f"budget of {format_bytes(schedule.budget_bytes)}"
         )
-
-
-class _Record:
-    """Memory from the end of a forward pass to the beginning of its backward pass.
-
-    Attributes:
-        found: what the loss took; None before the end, and where it can't be known.
-        was_late: True after the end if it may have taken more.
-    """
-
-    def __init__(self, device: str, outputs_bytes: int) -> None:
-        self.found: LossMemory | None = None
-        self.was_late = False
-        self._outputs_bytes, self._growth = outputs_bytes, AllocatedGrowth(device)
-
-    def end(self, *, found: bool = True) -> None:
-        """End it; later calls do nothing."""
-        ended = self._growth.end()
-        if found and ended is not None:
-            self.was_late = self._growth.was_late
-            # Beside the gradients of the outputs, which a plan counts.
-            whole, (now, most) = self._outputs_bytes, ended
-            kept_bytes = self._noteworthy(now - whole)
-            taken_bytes = self._noteworthy(most - whole - kept_bytes)
-            self.found = LossMemory(kept=kept_bytes / whole, taken=taken_bytes / whole)
-
-    def _noteworthy(self, size_bytes: int) -> int:
-        return size_bytes if size_bytes > max(NOISE_BYTES, NOISE_SHARE * self._outputs_bytes) else 0
