@@ -55,6 +55,12 @@ def base(node: fx.Node) -> fx.Node:
             return node
 
 
+def kernel_of(node: fx.Node) -> fx.Node:
+    """The kernel (or input) that writes the storage of a tensor node."""
+    made = base(node)
+    return made.all_input_nodes[0] if is_item(made) else made
+
+
 def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
     """A kernel's results by position: itself, or the items taken of it (None where nobody takes one)."""
     made = kernel.meta.get("val")

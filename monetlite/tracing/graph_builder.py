@@ -294,9 +294,7 @@ class GraphBuilder:
             if new:
                 last_read.update((primal, at) for primal in self.reach.primals if new & bits[primal])
         for node, primals in self.gradient_of.items():
-            made = storages.base(node)
-            kernel = made.args[0] if storages.is_item(made) else made
-            assert isinstance(kernel, fx.Node)
+            kernel = storages.kernel_of(node)
             if kernel not in position:
                 self._given.append(node)
             else:

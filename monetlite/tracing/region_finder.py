@@ -25,6 +25,7 @@ from torch import fx
 
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx import storages
+from monetlite.fx.storages import kernel_of
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_pytree import tensors_among
@@ -145,7 +146,7 @@ class _Regions:
 
         for node in self._kernels:
             phase, fused = self._phase(node), node in self._fused
-            producers = map(_kernel, storages_read(node))
+            producers = map(kernel_of, storages_read(node))
             before = [item for item in producers if item in depth and self._phase(item) == phase]
             if is_random(node) or node in self._reach.effects:
                 # What has effects stays in order.
@@ -222,7 +223,7 @@ class _Regions:
             tensor: a base tensor.
             sources: regions whose large results are computed inside.
         """
-        kernel = _kernel(tensor)
+        kernel = kernel_of(tensor)
         if kernel not in self._fused or self._phase(kernel) == 2:
             return True
         region = self._region_of.get(kernel)
@@ -249,7 +250,7 @@ class _Regions:
             node = waiting.pop()
             if node in inside or node in inputs:
                 continue
-            kernel = _kernel(node)
+            kernel = kernel_of(node)
             computed = kernel in own or kernel in self._constants
             is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
             is_base = is_tensor and not storages.is_view(node) and storages.base(node) is node
@@ -275,7 +276,7 @@ class _Regions:
         for region in sorted(self._regions, key=lambda region: -region.phase):
             region.program = self._program(region)
             if region.phase == 2:
-                read = (self._region_of.get(_kernel(item)) for item in region.inputs)
+                read = (self._region_of.get(kernel_of(item)) for item in region.inputs)
                 region.sources = list(dict.fromkeys(item for item in read if item is not None and item.phase == 0))
             if region.sources:
                 region.from_inputs = self._program(region, region.sources)
@@ -290,7 +291,7 @@ class _Regions:
                 program, inputs = unit.program
                 node = graph.call_function(one_by_one(program), tuple(new[item] for item in inputs))
                 largest = max(unit.writes, key=lambda item: item.meta["val"].numel())
-                node.meta = {**_kernel(largest).meta, "val": tuple(item.meta["val"] for item in unit.writes)}
+                node.meta = {**kernel_of(largest).meta, "val": tuple(item.meta["val"] for item in unit.writes)}
                 made[unit] = node
                 for position, item in enumerate(unit.writes):
                     new[item] = graph.call_function(operator.getitem, (node, position))
@@ -324,7 +325,7 @@ class _Regions:
         """Regions and all other nodes, each after what it reads, else in the order in which they were."""
         units: dict[fx.Node, fx.Node | _Region] = {}
         for node in self._graph.nodes:
-            region = self._region_of.get(_kernel(node))
+            region = self._region_of.get(kernel_of(node))
             if region is None or storages.base(node) is not node:
                 units[node] = node
             elif node in region.writes:
@@ -386,9 +387,3 @@ def read_or_made_by_regions(graph: fx.Graph) -> Iterator[fx.Node]:
 def storages_read(node: fx.Node) -> Iterator[fx.Node]:
     """The base tensors that a kernel reads."""
     return map(storages.base, node.all_input_nodes)
-
-
-def _kernel(node: fx.Node) -> fx.Node:
-    """The kernel (or input) that writes the storage of a tensor node."""
-    base = storages.base(node)
-    return base.args[0] if storages.is_item(base) else base  # type: ignore[return-value]  # an item's first argument is a node
