@@ -7,7 +7,7 @@ from operator import le
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from monetlite.core.errors import IllegalSchedule, TraceError
 from monetlite.core.graph import DELIVERY, LOSS, Phase, ValueKind
@@ -18,7 +18,7 @@ from monetlite.fx.torch_internals.torch_symbols import expression
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.gradient_delivery import CapturedStep, Version
 from monetlite.runtime.lowering import lower
-from monetlite.tracing.capture import Joint
+from monetlite.tracing.capture import Joint, flat_outputs
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.sized_graphs import Limits, SizedGraphs
 
@@ -157,7 +157,7 @@ class SizedPiece:
     def gradient_values(self, positions: Sequence[int]) -> dict[int, int]:
         """The values of its graph that are gradients of inputs, by the inputs' positions."""
         joint = self.traced.joint
-        results: Any = joint.graph.graph.output_node().args[0]
+        results = flat_outputs(joint.graph)
         delivered = {
             ref.node: ref.value
             for operator in self.traced.graph.operators
@@ -167,7 +167,7 @@ class SizedPiece:
         found = {}
         for at in positions:
             node = results[joint.forward_outputs + at]
-            value = delivered.get(node.name) if isinstance(node, fx.Node) else None
+            value = None if node is None else delivered.get(node.name)
             if value is not None:
                 found[at] = value
         return found

@@ -197,7 +197,7 @@ class ProgramBuilder:
         return self._graph.call_function(prepared(call.target, resolve(call.target)), arguments, keywords)
 
     def _arguments(self, given: tuple[Argument, ...]) -> tuple[Any, ...]:
-        return tuple(self._with_sizes(decode_argument(given, self._argument)))
+        return tuple(self._with_sizes(decode_argument(given, lambda ref: self._tensor(self._nodes[ref.node]))))
 
     def _with_sizes(self, given: Any) -> Any:
         """The same arguments, with nodes in place of sizes that vary."""
@@ -240,9 +240,6 @@ class ProgramBuilder:
         self._bases[node] = _described(created, node)
         for view in self._views_of.pop(node, ()):
             del self._views[view]
-
-    def _argument(self, ref: TensorRef) -> fx.Node:
-        return self._tensor(self._nodes[ref.node])
 
     def _tensor(self, node: fx.Node) -> fx.Node:
         """The present version of a tensor (or of a list of views), with the views that lead to it."""

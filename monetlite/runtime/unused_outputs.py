@@ -24,7 +24,7 @@ from monetlite.core.errors import ModelError
 from monetlite.fx.storages import is_view
 from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
 from monetlite.runtime.lowering import CAPTURED
-from monetlite.tracing.capture import Boxed, Joint
+from monetlite.tracing.capture import Boxed, Joint, flat_outputs
 
 _RETURNED = (
     descriptors.InputMutationAOTOutput,
@@ -57,19 +57,16 @@ class UnusedOutputs:
 
     def __init__(self, joint: Joint) -> None:
         graph = joint.graph.graph
-        output = graph.output_node()
         tangents = [node for node in graph.nodes if is_tangent(node)]
         descriptions = [node.meta["desc"] for node in tangents]
         self._outputs = [item.output for item in descriptions if isinstance(item, descriptors.TangentAOTInput)]
-        self.returned = [
-            item for item in output.meta["desc"][: joint.forward_outputs] if isinstance(item, _RETURNED)
-        ]
+        described = graph.output_node().meta["desc"][: joint.forward_outputs]
+        self.returned = [item for item in described if isinstance(item, _RETURNED)]
         self._positions = [self.returned.index(item) for item in self._outputs if item in self.returned]
         self._several = len(tangents) > 1 and len(self._positions) == len(tangents)
         self._bits = _bits(graph, tangents)
-        results: Any = output.args[0]
-        gradients = results[joint.forward_outputs :]
-        self._reached = [self._bits[item.name] if isinstance(item, fx.Node) else 0 for item in gradients]
+        gradients = flat_outputs(joint.graph)[joint.forward_outputs :]
+        self._reached = [0 if item is None else self._bits[item.name] for item in gradients]
 
     def watch(self, outputs: Sequence[Any]) -> Any:
         """Have the node that made these outputs note which gradients it gets; returns the node, if there is one."""
