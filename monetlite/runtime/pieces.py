@@ -66,7 +66,6 @@ from monetlite.tracing.step_inputs import (
     resident_bytes,
     tensors_in_order,
 )
-from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
 class PiecewiseTraining:
@@ -192,7 +191,7 @@ class PiecewiseTraining:
             self._captured.append(step)
 
         try:
-            with on_its_gpu(graph, inputs), kernels_kept_whole():
+            with on_its_gpu(graph, inputs):
                 call = delivering_backend(partition, eager, keep, holds_inputs=False)(graph, inputs)
         except RESTARTS:
             raise

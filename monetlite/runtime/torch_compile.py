@@ -50,7 +50,6 @@ from monetlite.tracing.step_inputs import (
     on_its_gpu,
     refuse_several_devices,
 )
-from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 _PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS, _SIZES = "pieces", "whole", "left alone", "numbers", "sizes"
 _thread = threading.local()
@@ -132,7 +131,7 @@ def compile_graph(
         return plan.lowered()
 
     gpu = gpu_of(graph, inputs)
-    with on_its_gpu(graph, inputs), kernels_kept_whole():
+    with on_its_gpu(graph, inputs):
         compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
     if kept and plan is not None:
         plan.keep(kept[-1])

@@ -197,7 +197,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
         copy_assigned_data(graph)
         # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
         # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
-        with aot_settings(backward_pass_autocast="off"), torch_random():
+        with kernels_kept_whole(), aot_settings(backward_pass_autocast="off"), torch_random():
             return compiled(graph, inputs)
 
     return backend

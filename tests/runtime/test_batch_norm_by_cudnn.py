@@ -42,8 +42,7 @@ def by_cudnn(monkeypatch):
                 native._dispatch_cache.clear()
 
     original = whole_kernels.kernels_kept_whole
-    for module in ("tracing.capture", "runtime.torch_compile"):
-        monkeypatch.setattr(f"monetlite.{module}.kernels_kept_whole", kept_whole)
+    monkeypatch.setattr("monetlite.tracing.capture.kernels_kept_whole", kept_whole)
 
 
 def layers():
