@@ -6,9 +6,8 @@ multiplies by its matrices, what is made of that alone, and the sums with the re
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any
 
 from torch import fx
@@ -49,24 +48,6 @@ def chain_rows(graph: fx.Graph, forward_outputs: int) -> None:
     for node in reversed(list(graph.nodes)):
         if node in finder.taken or (not node.users and (storages.is_view(node) or storages.is_item(node))):
             graph.erase_node(node)
-
-
-class _InOrder:
-    """Nodes of a graph in its order, each once. Whoever looks at a node may add later ones."""
-
-    def __init__(self) -> None:
-        self._waiting: list[fx.Node] = []
-        self._seen: set[fx.Node] = set()
-
-    def add(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            if node not in self._seen:
-                self._seen.add(node)
-                heappush(self._waiting, node)
-
-    def __iter__(self) -> Iterator[fx.Node]:
-        while self._waiting:
-            yield heappop(self._waiting)
 
 
 class _Finder:
@@ -187,10 +168,8 @@ class _Finder:
         there = {*chain.forward, *(row for kernel in chain.forward.values() for row in kernel.rows)}
         beside: dict[fx.Node, RowKernel] = {}
         """Kernels that only the backward pass needs, of what the chain has without a gradient."""
-        waiting = _InOrder()
-        for known in (*there, *shared):
-            waiting.add(self.readers(known))
-        for node in waiting:
+        readers = {reader for known in (*there, *shared) for reader in self.readers(known)}
+        for node in filter(readers.__contains__, self.reach.graph.nodes):  # those added later come later
             if node in self.taken or node in self.reach.forward or not storages.is_kernel(node):
                 continue
             kernel = self.parse(node)
@@ -200,7 +179,7 @@ class _Finder:
                 if there.issuperset(kernel.rows) and kernel.target not in (OUTER, SUM):
                     beside[node] = kernel
                     there.add(node)
-                    waiting.add(self.readers(node))
+                    readers.update(self.readers(node))
                 continue
             mine = [row for row in kernel.rows if row in chain.backward]
             reads_inside = not inside.isdisjoint(kernel.rows)
@@ -215,7 +194,7 @@ class _Finder:
             if reads_inside or reads_shared or made_of or joins:
                 self._add_with_operands(chain, kernel, beside)
                 there.add(node)
-                waiting.add(self.readers(node))
+                readers.update(self.readers(node))
 
     def _mandatory(self, node: fx.Node) -> list[fx.Node]:
         """Readers of a node's storage in the forward or the backward pass, and the output."""
