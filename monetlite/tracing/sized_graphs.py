@@ -56,25 +56,20 @@ class SizedGraphs:
         Raises:
             TraceError: it has other operators there.
         """
-        with without_modes():  # of the capture, whose tensors have other sizes
-            traced = self._traced(sizes, layout)
-            known = (of for (at, name), of in self._graphs.items() if name == layout and at != sizes)
-            if (reference := next(known, None)) is None:
-                other = (
-                    self.captured
-                    if self.captured != sizes
-                    else tuple(size - 1 if size > 2 else size + 1 for size in sizes)
-                )
-                reference = self.graph_at(other, layout)
+        traced = self._traced(sizes, layout)
+        known = (of for (at, name), of in self._graphs.items() if name == layout and at != sizes)
+        if (reference := next(known, None)) is None:
+            other = tuple(size - 1 if size > 2 else size + 1 for size in sizes)
+            reference = self.graph_at(other if self.captured == sizes else self.captured, layout)
         return replace(traced, graph=agreeing(traced.graph, reference))
 
     def graph_at(self, sizes: Limits, layout: str = AS_TRACED) -> OperatorGraph:
         """The operator graph at these sizes, with all implementations that it has there."""
         if (sizes, layout) not in self._graphs:
-            with without_modes():
-                self._graphs[sizes, layout] = self._traced(sizes, layout).graph
+            self._graphs[sizes, layout] = self._traced(sizes, layout).graph
         return self._graphs[sizes, layout]
 
     def _traced(self, sizes: Limits, layout: str) -> Traced:
-        graph = graph_at(self.joint.graph, dict(zip(self._symbols, sizes, strict=True)))
-        return self._build(replace(self.joint, graph=graph), sizes, layout)
+        with without_modes():  # of the capture, whose tensors have other sizes
+            graph = graph_at(self.joint.graph, dict(zip(self._symbols, sizes, strict=True)))
+            return self._build(replace(self.joint, graph=graph), sizes, layout)
