@@ -260,7 +260,7 @@ class _WatchedTraining(ScheduledTraining):
 
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         if isinstance(self._watcher, PlainStep):
-            traced, _ = self.plans.build(joint, AS_TRACED)
+            traced = self.plans.build(joint, self.plans.asked(), AS_TRACED)
             steps = plain_steps(traced.graph)
         else:
             traced, steps = super().plan(joint)

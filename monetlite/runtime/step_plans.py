@@ -88,7 +88,7 @@ class StepPlans:
 
         It ends the capture of a step that nobody asked for, before AOTAutograd's longer part of it.
         """
-        self._asked()
+        self.asked()
         self._shapes = captured_shapes(graph)
 
     def measure_loss(self, output: Any, call: Arguments) -> None:
@@ -135,18 +135,14 @@ class StepPlans:
             self._schedules.runs.backward_begins()
             self._search.outside.backward_begins()
 
-    def build(self, joint: Joint, layout: str) -> tuple[Traced, Arguments]:
-        """The captured step as a graph, and the inputs that it was captured with."""
-        call = self._asked()
-        return self._build(joint, call, layout), call
-
-    def _asked(self) -> Arguments:
+    def asked(self) -> Arguments:
         """The call that is being captured."""
         if self._example is None:
             raise _NotAsked
         return self._example
 
-    def _build(self, joint: Joint, call: Arguments, layout: str) -> Traced:
+    def build(self, joint: Joint, call: Arguments, layout: str) -> Traced:
+        """A captured step as a graph, for the inputs of a call."""
         model, autocast = self._schedules.model, self._schedules.autocast
         return build_graph(joint, model, call, layout=layout, autocast=autocast, outputs=self.outputs)
 
@@ -179,8 +175,8 @@ class StepPlans:
 
     def _plan_by(self, found: Schedule, joint: Joint) -> Fitted:
         """The same, by a schedule or one like it."""
-        traced, call = self.build(joint, found.layout)
-        refusal = None
+        call, refusal = self.asked(), None
+        traced = self.build(joint, call, found.layout)
         for schedule in self._schedules.serving(call):
             same = schedule.structure == traced.graph.structure
             if same and not self._would_run_otherwise(schedule, traced.graph):
@@ -207,11 +203,11 @@ class StepPlans:
         A share of plain training's peak is not less than what a plan had before: plain training takes less once
         layers are frozen, and a share of that may be too little.
         """
-        call = self._asked()
+        call = self.asked()
         budget, before_bytes = self._schedules.budget_of(call), self._schedules.before_bytes
         assert budget is not None
         layouts = in_layouts(joint, self._search.layouts()).items()
-        traced = {layout: self._build(own, call, layout) for layout, own in layouts}
+        traced = {layout: self.build(own, call, layout) for layout, own in layouts}
         try:
             return self._schedules.solve(traced, call, budget)
         except InfeasibleBudget as error:
@@ -233,8 +229,8 @@ class StepPlans:
 
     def _plan_varying(self, joint: Joint) -> Fitted:
         """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
-        call, began = self._asked(), time.monotonic()
-        step = VaryingStep(joint, call, self._shapes, self.sizes.varying(call), self._build)
+        call, began = self.asked(), time.monotonic()
+        step = VaryingStep(joint, call, self._shapes, self.sizes.varying(call), self.build)
         fitted = self.varying.planned_at(step, step.captured, call)
         step.planned(time.monotonic() - began)
         self._new_varying = step
