@@ -42,17 +42,6 @@ class PlannedStep(NamedTuple):
     limits: Limits = ()
 
 
-@contextlib.contextmanager
-def _amid_a_step(device: str) -> Iterator[None]:
-    """Plan within a training step on a device, which must not notice.
-
-    Measuring draws random numbers. Compiling makes fake tensors of what is computed meanwhile, and operators are
-    measured on real ones.
-    """
-    with without_modes(), forked_state(device), interrupts_kept():
-        yield
-
-
 class ScheduleSearch:
     """The search for plans of the steps of one model.
 
@@ -117,7 +106,8 @@ class ScheduleSearch:
         if self.clock.captures:
             limit = f" for up to {self.solving.time_limit:g} s (time_limit)" if best else ""
             tell(f"captured {len(graphs[0].traced)} operators in {self.clock.seconds:.1f} s; planning{limit}")
-        with _amid_a_step(device):
+        # The step must not notice. Measuring draws numbers, and makes real tensors where compiling makes fake ones.
+        with without_modes(), forked_state(device), interrupts_kept():
             planning = PlanningBesideTraining(graphs, budget, self.pricing, self.solving, whole)
             schedule = planning.best(known) if best else planning.first(settle=settle)
         # Where sizes vary, a plan for smaller inputs than another one's is good enough.
