@@ -116,12 +116,12 @@ def trainee(model: Any, inputs: dict[str, torch.Tensor]) -> Trainee:
 
 def plan_file(search: CheckpointSearch, found: FoundPlan, name: str, budget_bytes: int) -> str:
     """The text of a plan's file, beside a schedule of the same budget that is not solved for here."""
-    plain = search.found({})
+    plain = search.plain
     exported = ExportedPlan(
         step=search.step,
         found=found,
         plain=plain,
-        every=search.found(search.all_wrapped),
+        every=search.every,
         budget_bytes=budget_bytes,
     )
     schedule = monetlite.Schedule(
@@ -178,7 +178,7 @@ def plans(name: str, args: argparse.Namespace) -> Iterator[str]:
         )
     memory = plain.memory().peak_bytes
     yield ""
-    yield f"Plain training takes {memory / 1e6:.2f} MB; {search.found({}).peak_bytes / memory - 1:+.3%} predicted. The"
+    yield f"Plain training takes {memory / 1e6:.2f} MB; {search.plain.peak_bytes / memory - 1:+.3%} predicted. The"
     yield f"last plan, in a process where monetlite can't be imported: {alone(text, model, inputs, expected)}."
 
 
@@ -187,7 +187,7 @@ def trainer(name: str, args: argparse.Namespace) -> Iterator[str]:
     model, inputs = built(name, args.layers, args.width)
     rows = [{key: item[at] for key, item in inputs.items()} for at in range(len(next(iter(inputs.values()))))]
     search = CheckpointSearch(price_step(record_step(model, inputs, default_loss), PricingOptions()))
-    found = search.solve((search.smallest().peak_bytes + search.found({}).peak_bytes) // 2)
+    found = search.solve((search.smallest().peak_bytes + search.plain.peak_bytes) // 2)
     planned = applied(plan_file(search, found, name, found.peak_bytes), model)
     losses: list[list[float]] = []
     peaks: list[int] = []

@@ -67,7 +67,11 @@ class _Prefix:
 
 @dataclass
 class CheckpointSearch:
-    """The plans of a recorded step with its costs."""
+    """The plans of a recorded step with its costs.
+
+    Attributes:
+        plain: nothing is wrapped. every: all that can be is wrapped, and nothing saved.
+    """
 
     priced: PricedStep
 
@@ -75,8 +79,8 @@ class CheckpointSearch:
         self.step, self.recompute = self.priced.step, self.priced.recompute
         self.order = sorted(self.recompute, key=lambda number: self.step.blocks[number].start)
         self.all_wrapped = dict.fromkeys(self.order, frozenset[int]())
-        wrapped = checkpointed(self.priced, self.all_wrapped)
-        self.base, self.base_ms = self._peaks(wrapped), wrapped.timeline.latency_ms
+        self.base = self._peaks(checkpointed(self.priced, self.all_wrapped))
+        self.plain, self.every = self.found({}), self.found(self.all_wrapped)
         self.plans = dict(self._plans())
 
     def found(self, plan: CheckpointPlan) -> FoundPlan:
@@ -104,7 +108,7 @@ class CheckpointSearch:
 
     def smallest(self) -> FoundPlan:
         """The plan with the smallest peak."""
-        best = min((self.found({}), self.found(self.all_wrapped)), key=lambda item: item.peak_bytes)
+        best = min((self.plain, self.every), key=lambda item: item.peak_bytes)
         low, high = self.step.resident.total, best.peak_bytes
         while high - low > best.peak_bytes // 1000:
             middle = (low + high) // 2
@@ -117,9 +121,7 @@ class CheckpointSearch:
 
     def _within(self, budget_bytes: int) -> FoundPlan | None:
         """The fastest plan within a budget; None if there is none. What a sum does not see lowers its limit."""
-        fitting = [
-            item for item in (self.found({}), self.found(self.all_wrapped)) if item.peak_bytes <= budget_bytes
-        ]
+        fitting = [item for item in (self.plain, self.every) if item.peak_bytes <= budget_bytes]
         limit_bytes = budget_bytes
         for _ in range(_ROUNDS):
             plan = self._combined(limit_bytes)
@@ -198,7 +200,7 @@ class CheckpointSearch:
                     kept_bytes=peaks[last][2] - self.base[last][2],
                     forward_bytes=forward - self.base[number][0],
                     backward_bytes=backward - self.base[number][1],
-                    time_ms=made.timeline.latency_ms - self.base_ms,
+                    time_ms=made.timeline.latency_ms - self.every.latency_ms,
                 )
             )
         return plans

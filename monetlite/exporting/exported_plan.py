@@ -61,8 +61,8 @@ def export_plan(
     return ExportedPlan(
         step=step,
         found=search.solve(budget_bytes),
-        plain=search.found({}),
-        every=search.found(search.all_wrapped),
+        plain=search.plain,
+        every=search.every,
         budget_bytes=budget_bytes,
     )
 
