@@ -49,8 +49,7 @@ class CallSizes:
 
     def signatures(self, call: Arguments, any_number: Collection[type] = ()) -> set[Signature]:
         """The keys of programs that serve a call: with its own sizes, from before they varied, or with any."""
-        exact = _exact(call, any_number)
-        return {exact, _without_sizes(exact, self._varying_of(exact))}
+        return {_exact(call, any_number), self.signature(call, any_number)}
 
     def varying(self, call: Arguments) -> Dimensions:
         """The dimensions of a call's leaves that vary."""

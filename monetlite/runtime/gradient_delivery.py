@@ -110,10 +110,6 @@ class Version:
             _thread.version = before
 
 
-def _hear_nothing(*_: object) -> None:
-    """Stand for a function that is called when something happens, where nobody asks for that."""
-
-
 class Unplanned(Exception):
     """A captured step has no programs for inputs of these sizes. Nothing of the step has run."""
 
@@ -145,8 +141,8 @@ class CapturedStep:
         self._numbers = itertools.count()
         self.versions: list[Version] = []
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
-        self.run_begins: Callable[[CapturedStep, Version, tuple[int, ...]], None] = _hear_nothing
-        self.watch: Callable[[bool], None] = _hear_nothing
+        self.run_begins: Callable[[CapturedStep, Version, tuple[int, ...]], None] = lambda *_: None
+        self.watch: Callable[[bool], None] = lambda _: None
         self.joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
@@ -171,11 +167,8 @@ class CapturedStep:
         self._by_number[version.number] = version
         return version
 
-    def open_runs(self) -> int:
-        """Runs whose backward pass is still to come, or may come again."""
-        return len(self._open())
-
-    def _open(self) -> list[Any]:
+    def open_runs(self) -> list[Any]:
+        """Runs whose backward pass is still to come, or may come again: what each has saved, weakly."""
         return [run for run in self._runs if not run.expired()]
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[int, ...]:
@@ -204,7 +197,7 @@ class CapturedStep:
             version: Version = _thread.version
             assert version.forward is not None
             saved = torch.tensor([version.number, *self.sizes(arguments)], device="cpu")
-            self._runs = [*self._open(), weak_storage(saved)]
+            self._runs = [*self.open_runs(), weak_storage(saved)]
             arguments[:] = map(without_class, arguments)
             return (*version.forward(arguments), saved)
 

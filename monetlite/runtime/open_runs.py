@@ -59,14 +59,16 @@ class OpenRuns:
 
     def budget_of(self, size_bytes: int) -> str | int | float | None:
         """The budget of one run, by the bytes of its inputs: all of it, or a share."""
-        if self._whole is None or not self._shared:
+        if (shared_bytes := self._shared_bytes()) is None:
             return self._whole
         self._planned_weight = self._weight / self._count_of(size_bytes, self._largest_bytes)
-        return self._share_bytes(parse_budget(self._whole), self._planned_weight)
+        return self._share_bytes(shared_bytes, self._planned_weight)
 
-    @property
-    def _shared(self) -> bool:
-        return self._whole is not None and not is_percentage(self._whole) and self._counted > 1
+    def _shared_bytes(self) -> int | None:
+        """The budget, in bytes, if several runs share it."""
+        if self._whole is None or is_percentage(self._whole) or self._counted == 1:
+            return None
+        return parse_budget(self._whole)
 
     def _count_of(self, size_bytes: int, largest_bytes: int) -> float:
         """The part of the largest run that another counts as."""
@@ -77,7 +79,7 @@ class OpenRuns:
         self._steps.append(step)
 
     def _open(self) -> int:
-        return sum(step.open_runs() for step in self._steps)
+        return sum(len(step.open_runs()) for step in self._steps)
 
     def backward_begins(self) -> None:
         """Note the runs that a backward pass begins with."""
@@ -122,10 +124,9 @@ class OpenRuns:
         rounded = math.ceil(4 * self._most_weight) / 4
         self._weight = float(self.most) if self.most == self._counted else min(rounded, float(self.most))
         self._counted = self.most
-        several = self._several()
-        if self._shared:
-            assert self._whole is not None
-            share_bytes = self._share_bytes(parse_budget(self._whole), self._weight)
+        several, shared_bytes = self._several(), self._shared_bytes()
+        if shared_bytes is not None:
+            share_bytes = self._share_bytes(shared_bytes, self._weight)
             tell(f"{several}; planning again, within {format_bytes(share_bytes)} for the largest run")
         elif self._whole is None and schedule is not None:
             share_bytes = self._share_bytes(schedule.budget_bytes, self._weight)
@@ -134,13 +135,13 @@ class OpenRuns:
                     f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
                     f"Solve for {format_bytes(share_bytes)}, or run its inputs as one batch"
                 )
-        return self._shared
+        return shared_bytes is not None
 
     def of_share(self, error: InfeasibleBudget) -> InfeasibleBudget:
         """The error of a share of the budget that is too small, which says so; any other is the same."""
-        if self._whole is None or not self._shared:
+        if (whole := self._shared_bytes()) is None:
             return error
-        share, whole = format_bytes(error.budget_bytes), parse_budget(self._whole)
+        share = format_bytes(error.budget_bytes)
         proven_bytes = self._whole_bytes(error.proven_bytes)
         reached_bytes = None if error.reached_bytes is None else self._whole_bytes(error.reached_bytes)
         enough = "" if reached_bytes is None else f" to {format_bytes(reached_bytes)} ({reached_bytes} bytes)"
