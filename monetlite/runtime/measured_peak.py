@@ -31,9 +31,8 @@ class MeasuredPeak:
     """
 
     def __init__(self) -> None:
-        self._growth: AllocatedGrowth | None = None
         self._ended: Callable[[], None] | None = None
-        """Called when the backward pass of the step that is measured ends."""
+        """Called when the backward pass of the step that is measured ends. It holds what measures."""
         self._captured = self._told = False
         self._found: dict[tuple[int, tuple[tuple[int, ...], ...]], list[int]] = {}
         """Growths of the steps that were measured, by their planned peaks and the shapes of their inputs."""
@@ -86,7 +85,7 @@ class MeasuredPeak:
             if said := over_budget(peak_bytes, by.budget_bytes, other_bytes, gradient_bytes):
                 warn(said)
 
-        self._growth, self._ended = growth, backward_ended
+        self._ended = backward_ended
 
     def backward_ends(self) -> None:
         """Note that the backward pass has ended."""
@@ -104,9 +103,7 @@ class MeasuredPeak:
 
     def drop(self) -> None:
         """Measure no longer."""
-        if self._growth is not None:
-            self._growth.end()
-            self._growth = self._ended = None
+        self._ended = None
 
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> int:

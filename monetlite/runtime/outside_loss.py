@@ -81,7 +81,6 @@ class OutsideLoss:
         growth, self._growth = self._growth, None
         if growth is None:
             return None
-        growth.end()  # if no backward pass has begun
         found, known = self._found, self.memory
         self._more_steps = self._more_steps - 1 if found is not None and growth.was_late else 0
         if found is not None and known is not None:
