@@ -187,9 +187,7 @@ class _Regions:
         for region in self._regions:
             own = set(region.kernels)
             for kernel in region.kernels:
-                for item in storages.results(kernel):
-                    if item is None or item not in self._reach.needed:
-                        continue
+                for item in filter(None, storages.results(kernel)):
                     others = self._readers.get(item, set()) - own
                     if region.phase == 0:
                         others = {node for node in others if not self._reads_by_itself(node)}
