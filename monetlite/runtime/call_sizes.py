@@ -133,14 +133,12 @@ def _guessed(leaves: Sequence[object]) -> Dimensions:
 
 
 def _differing(one: Signature, other: Signature) -> Dimensions | None:
-    """The dimensions in which two signatures differ; None if they differ in more than sizes."""
-    if len(one) != len(other):
-        return None
+    """The dimensions in which two signatures of one structure differ; None if they differ in more than sizes."""
     found: dict[int, frozenset[int]] = {}
     for at, (mine, its) in enumerate(zip(one, other, strict=True)):
         if mine == its:
             continue
-        tensors = all(isinstance(item, tuple) and isinstance(item[0], torch.Size) for item in (mine, its))
+        tensors = all(isinstance(item[0], torch.Size) for item in (mine, its))
         if not tensors or len(mine[0]) != len(its[0]) or mine[2:] != its[2:]:
             return None
         found[at] = frozenset(
