@@ -6,6 +6,7 @@
 | `reorderable_logging_functions` | functions whose calls come after the graph; the same |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `DebuggingVariable` | a call of such a function; those of submodules would be lost |
+| `utils.warn_once` | TorchDynamo's advice on what it can't capture; it would come beside the warning of pieces |
 """
 
 import logging
@@ -48,9 +49,11 @@ def messages_left_out() -> AbstractContextManager[None]:
     """Have captures skip log messages, and warn and print as plain code does, for the time of a block.
 
     Otherwise each of them would take a model's graph apart. A warning comes at the capture, a print after the graph
-    in each run. Prints of tensors, and of what varies, are left out, with a warning.
+    in each run. Prints of tensors, and of what varies, are left out, with a warning. TorchDynamo's advice to
+    write to PyTorch's developers is left out, too.
     """
     return patched(
+        mock.patch.object(_utils, "warn_once"),
         mock.patch.object(_utils, "_get_dynamo_config_for_logging", _settings_if_sortable),
         mock.patch.object(DebuggingVariable, "call_function", _said),
         _config.patch(**_settings()),
