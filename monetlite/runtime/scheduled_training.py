@@ -68,8 +68,8 @@ from monetlite.tracing.step_inputs import Arguments, gpu_of, on_its_gpu, refuse_
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
-_WAITED_GAP = 5e-3
-"""Gap of a plan that the first step waits for, where nobody asked to wait."""
+_WAITED_GAP, _WAITED_SECONDS = 5e-3, 20.0
+"""Gap and time limit of a plan that the first step waits for, where nobody asked to wait."""
 MANY_SOLVED = 8
 """Schedules that are solved for one model at training time, before a person is told how to need fewer."""
 DATA_PARALLEL = (
@@ -128,7 +128,8 @@ class ScheduledTraining:
         self.model, self.compile, self.whole = model, compile and budget is None and not regions_given, whole
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         if budget is not None and (compile or solving.reserved) and not wait:
-            wait, options = True, {"gap": _WAITED_GAP, **options}
+            limit = {} if solving.reserved else {"time_limit": _WAITED_SECONDS}
+            wait, options = True, {"gap": _WAITED_GAP, **limit, **options}
         self.schedules = ModelSchedules(model, given, budget=budget, options=options, wait=wait)
         self.plans = StepPlans(self.schedules, outputs)
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole

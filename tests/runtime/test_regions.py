@@ -394,6 +394,18 @@ def test_what_inductor_cannot_compile_is_left_out(monkeypatch):
         resolve(call.target)(*args)
 
 
+@pytest.mark.parametrize(
+    ("options", "seconds"), [({}, 20), ({"time_limit": 30}, 30), ({"wait": True}, 60), ({"reserved": True}, 60)]
+)
+def test_a_first_step_that_nobody_asked_to_wait_solves_for_20_seconds(options, seconds, caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    compiles = "reserved" not in options
+    trained = monetlite.within(model, budget="64MB", device="rtx-3090", compile=compiles, **options)
+    with caplog.at_level("INFO", logger="monetlite"):
+        trained(torch.randn(4, 8)).sum().backward()
+    assert any(f"planning for up to {seconds} s" in line for line in caplog.messages)
+
+
 def test_optimize_chooses_them_where_asked(tmp_path):
     model, inputs = nn.Sequential(Mixed(), Mixed()), (torch.randn(12, 5, 16),)
     schedule = monetlite.optimize(
