@@ -43,6 +43,15 @@ class InfeasibleBudget(MonetliteError):
         self.proven_bytes = proven_bytes
         self.reached_bytes = reached_bytes
 
+    def with_line(self, text: str) -> "InfeasibleBudget":
+        """The same error with another line at its end."""
+        return InfeasibleBudget(
+            f"{self}\n{text}",
+            budget_bytes=self.budget_bytes,
+            proven_bytes=self.proven_bytes,
+            reached_bytes=self.reached_bytes,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """The parts that a copy is made of. An exception's own are its positional arguments alone."""
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -256,23 +256,15 @@ class PlanningBesideTraining:
             return solve_layouts(profiles, budget_bytes, solving, layout=self._pricing.layout, starts=starts)
         except InfeasibleBudget as error:
             if unmeasured := sum(item.unmeasured for item in self._measurements):
-                raise _without_workspace(error, unmeasured) from None
+                raise error.with_line(
+                    f"{unmeasured} operators alone need more than this budget and are not measured: their "
+                    "workspace comes on top of these figures."
+                ) from None
             raise
 
     def _budget_bytes(self, profile: Profile) -> int:
         plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         return parse_budget(self._budget, plain_bytes) - self._less_bytes
-
-
-def _without_workspace(error: InfeasibleBudget, unmeasured: int) -> InfeasibleBudget:
-    """The error of a budget in which so many operators could not be measured, which says what its figures lack."""
-    return InfeasibleBudget(
-        f"{error}\n{unmeasured} operators alone need more than this budget and are not measured: their workspace "
-        "comes on top of these figures.",
-        budget_bytes=error.budget_bytes,
-        proven_bytes=error.proven_bytes,
-        reached_bytes=error.reached_bytes,
-    )
 
 
 def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...]:

@@ -219,12 +219,9 @@ class StepPlans:
         """The error of a first plan, which says so where a loss outside of the model is not known yet."""
         if self._search.outside.memory is not None or outputs_bytes < noteworthy_bytes(error.budget_bytes):
             return error
-        return InfeasibleBudget(
-            f"{error}\nA loss of the model's outputs ({format_bytes(outputs_bytes)}) comes on top. What it takes "
-            "is not known before a step has run.",
-            budget_bytes=error.budget_bytes,
-            proven_bytes=error.proven_bytes,
-            reached_bytes=error.reached_bytes,
+        return error.with_line(
+            f"A loss of the model's outputs ({format_bytes(outputs_bytes)}) comes on top. What it takes is not "
+            "known before a step has run."
         )
 
     def _plan_varying(self, joint: Joint) -> Fitted:
