@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
-BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"}
+BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model", "images"}
 OTHERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST)
 LIKE_TESTS = {"trainer", "compiled"}
 """Examples of which test_trainer.py and test_torch_compile.py do everything, and compare it with plain training."""
@@ -50,7 +50,8 @@ def run(monkeypatch, capsys):
         return found, float(capsys.readouterr().out.split()[-1])
 
     yield run
-    sys.modules.pop("model", None)
+    for name in ("model", "images"):
+        sys.modules.pop(name, None)
 
 
 def test_the_same_losses_as_the_plain_loop(run):
@@ -61,6 +62,12 @@ def test_the_same_losses_as_the_plain_loop(run):
     assert within["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     in_backward, _ = run("step_in_backward")
     assert in_backward["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+
+
+def test_the_convolutional_network_needs_no_other_library(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    _, last = run("cnn")
+    assert 0 < last < 10
 
 
 @pytest.mark.parametrize("name", often(OTHERS, *(name for name in OTHERS if name not in LIKE_TESTS)))

@@ -1,7 +1,7 @@
 """A convolutional network within a memory budget."""
 
 import torch
-from model import build_cnn, image_batches
+from images import build_cnn, image_batches
 
 import monetlite
 
